@@ -1,0 +1,67 @@
+"""The pruning policies, one paper a file, and the table that names them."""
+
+import difflib
+import importlib
+
+from prunevit.policies.evit import EViT
+from prunevit.policies.fixed_rate import FixedRate
+from prunevit.policies.none import NoPruning
+from prunevit.policies.random import RandomPruning
+from prunevit.policies.replay import Replay, replay
+from prunevit.policies.threshold_l2 import ThresholdL2
+from prunevit.policies.tome import ToMe
+from prunevit.policies.top_p import TopP
+from prunevit.policies.topk import TopK
+from prunevit.policy import PruningPolicy
+
+POLICIES: dict[str, type[PruningPolicy]] = {
+    "none": NoPruning,
+    "topk": TopK,
+    "evit": EViT,
+    "random": RandomPruning,
+    "fixed_rate": FixedRate,
+    "threshold_l2": ThresholdL2,
+    "top_p": TopP,
+    "tome": ToMe,
+    "replay": Replay,
+}
+"""Name on the command line -> class."""
+
+__all__ = [
+    "POLICIES",
+    "EViT",
+    "FixedRate",
+    "NoPruning",
+    "RandomPruning",
+    "Replay",
+    "ThresholdL2",
+    "ToMe",
+    "TopK",
+    "TopP",
+    "replay",
+    "resolve",
+]
+
+
+def resolve(name: str) -> type[PruningPolicy]:
+    """Find a policy class.
+
+    Args:
+        name: A name of `POLICIES`, or "package.module:Class" for a class anywhere on the path.
+
+    Raises:
+        ValueError: If there is no such policy; names the nearest one.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    module_name, colon, class_name = name.partition(":")
+    if not colon:
+        close = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
+        raise ValueError(f'policy: must be one of {", ".join(POLICIES)} or "module:Class", got "{name}"; try "{close}"')
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f'policy: "{name}" must name a class that can be imported, got {error}') from error
+    if not (isinstance(found, type) and issubclass(found, PruningPolicy)):
+        raise ValueError(f'policy: "{name}" must be a subclass of prunevit.PruningPolicy, got {found!r}')
+    return found

@@ -1,0 +1,84 @@
+"""ToMe: merge the most alike tokens in every block (Bolya et al., "Token Merging: Your ViT But Faster", ICLR 2023).
+
+Differs from the authors' code: distillation *and* register tokens are protected; images of a batch may differ in length; `r` and
+`inflection` are two settings.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from prunevit.folding import merge, nearest
+from prunevit.keepmask import KeepMask, rank
+from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.tokens import AttentionState, RaggedTokens
+
+
+class ToMe(PruningPolicy):
+    """Merge `r` tokens of every image in each block, into partners whose keys are most alike.
+
+    The rows of an image are split by turns into A and B; each row of A finds its nearest in B by the cosine of the head-mean
+    keys, and the `r` most alike merge by a mean weighted by size. What stays is laid out A before B, which is what the next
+    block splits.
+    """
+
+    knob = "r"
+
+    def __init__(
+        self,
+        r: int | Sequence[int] = 13,
+        layers: Sequence[int] | str = ":",
+        inflection: float = 0.0,
+        prop_attn: bool = True,
+    ) -> None:
+        """Set the schedule.
+
+        Args:
+            r: Tokens merged in each block, or one number a layer; never more than half of what is there.
+            layers: Blocks after whose attention it merges.
+            inflection: Slope of the schedule: from `r * (1 - inflection)` in the first to `r * (1 + inflection)` in
+                the last layer.
+            prop_attn: Weigh each key by how many patches it stands for (proportional attention).
+        """
+        super().__init__(r, layers)
+        self.inflection, self.prop_attn = inflection, prop_attn
+
+    def rate(self, layer: int) -> int:
+        """Tokens to merge at a layer."""
+        r = super().rate(layer)
+        low = int(r * (1.0 - self.inflection))
+        step = (2 * r - 2 * low) / max(1, len(self.layers) - 1)
+        return int(low + step * self.layers.index(layer))
+
+    def setup(self, info: ModelInfo) -> None:
+        """Learn the head size, for the cost."""
+        super().setup(info)
+        self.head_dim = info.width // info.num_heads
+
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
+        """Merge the most alike."""
+        assert attention is not None
+        odd = tokens.position % 2 == 1
+        a, b = tokens.is_patch & ~odd, tokens.is_patch & odd
+        partner, similarity = nearest(tokens, normalize(attention.k.mean(1), dim=-1), queries=a, keys=b)
+        number, rows = self._number(tokens, layer)
+        merged = a & (rank(tokens, similarity, within=KeepMask(a)) < number)
+        mask = merge(tokens, KeepMask(tokens.live & ~merged, rows_per_image=rows), partner, tokens.sizes)
+        order = tokens.position + tokens.max_seqlen * (tokens.is_patch.int() + b.int())
+        return replace(mask, order=order, key_weight=tokens.sizes if self.prop_attn else None)
+
+    def macs(self, counts: Tensor) -> Tensor:
+        """The products of A with B."""
+        return (counts.double() / 2) ** 2 * self.head_dim
+
+    def _number(self, tokens: RaggedTokens, layer: int) -> tuple[int | Tensor, int | None]:
+        """Rows to merge, for all images or for each row's image, and the rows then left if the host knows them."""
+        r = self.rate(layer)
+        if tokens.uniform:
+            number = max(0, min(r, (tokens.max_seqlen - tokens.num_prefix_tokens) // 2))
+            return number, tokens.max_seqlen - number
+        halves = torch.cat([tokens.num_patches // 2, tokens.seqlens.new_zeros(1)])
+        return halves.clamp(max=r)[tokens.image_id], None

@@ -1,0 +1,47 @@
+"""Attention-score top-k: the baseline of Haurum et al., "Which Tokens to Use?" (ICCVW 2023), and of EViT without fusing.
+
+The count is EViT's by default, `ceil(keep_rate * present patches)`. `rounding="floor", of="initial", compound=True` is the
+count of Haurum et al. Differs from their code: a stage where nothing is to be dropped is a normal case.
+"""
+
+from collections.abc import Sequence
+
+from prunevit.keepmask import KeepMask, top_k
+from prunevit.policy import PruningPolicy
+from prunevit.tokens import AttentionState, RaggedTokens, score_needs
+
+
+class TopK(PruningPolicy):
+    """Keep the patches that get the most attention."""
+
+    knob = "keep_rate"
+    knob_range = (0.0, 1.0)
+
+    def __init__(
+        self,
+        keep_rate: float | Sequence[float] = 0.7,
+        layers: Sequence[int] | str = (3, 6, 9),
+        score_source: str = "cls",
+        rounding: str = "ceil",
+        of: str = "current",
+        compound: bool = False,
+    ) -> None:
+        """Choose the count and the score.
+
+        Args:
+            keep_rate: Fraction of the patches kept at each layer: one, or one a layer.
+            layers: Blocks after whose attention it prunes.
+            score_source: "cls", "prefix" (mean over all prefix tokens) or "received" (mean over all queries).
+            rounding: "ceil" or "floor".
+            of: Fraction of the "current" or of the "initial" patches.
+            compound: Whether the rates of the stages multiply; goes with `of="initial"`.
+        """
+        super().__init__(keep_rate, layers, compound)
+        self.needs = score_needs(type(self).__name__, score_source)
+        self.score_source, self.rounding, self.of = score_source, rounding, of
+
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
+        """Keep the best."""
+        assert attention is not None
+        score = attention.score(self.score_source)
+        return top_k(tokens, score, self.rate(layer), rounding=self.rounding, of=self.of)

@@ -1,0 +1,271 @@
+"""The keep-mask that a policy emits, and the verbs that select: `top_k`, `top_p`, `threshold`, `sample`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from prunevit.tokens import RaggedTokens
+
+
+@dataclass(frozen=True, eq=False)
+class KeepMask:
+    """What a policy decides about the `T` rows of a ragged batch; `pack` carries it out.
+
+    Attributes:
+        keep: Rows that stay, bool `[T]`. `pack` adds the prefix rows.
+        rows_per_image: Rows of each image after packing, prefix and fused rows included, where the host knows it;
+            then nothing downstream synchronises. Only for uniform tokens.
+        merge_into: Row that each row is folded into, int64 `[T]`: itself for a row that stays, -1 for one that is
+            dropped. None: nothing is folded.
+        merge_weight: Factor of each row in its heir's sum, `[T]`; None means 1.
+        size: What each row adds to its heir's `size`, `[T]`; None: its own size.
+        key_weight: What each row adds to its heir's `key_weight`, `[T]`; None: the heir keeps its own.
+        order: Sort key of the rows of an image after packing, `[T]`; None: the present order.
+        soft: Training only: the whole new soft mask, `[T]`. With it no row leaves: rows may still be reordered, and
+            heirs still take up what is folded into them.
+        aux: Tensors for the policy's own losses.
+    """
+
+    keep: Tensor
+    rows_per_image: int | None = None
+    merge_into: Tensor | None = None
+    merge_weight: Tensor | None = None
+    size: Tensor | None = None
+    key_weight: Tensor | None = None
+    order: Tensor | None = None
+    soft: Tensor | None = None
+    aux: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def keep_everything(tokens: RaggedTokens) -> KeepMask:
+    """Keep every live row."""
+    return KeepMask(tokens.live, rows_per_image=tokens.max_seqlen if tokens.uniform else None)
+
+
+def keep_count(patches: int | Tensor, rate: float, rounding: str = "ceil") -> int | Tensor:
+    """Number of patches to keep: `rate * patches`, rounded up or down in double precision, at least 1.
+
+    The double product is rounded as the papers' code does it, with its traps: `ceil(0.28 * 25)` is 8.
+
+    Args:
+        patches: A number, or one for each image, `[B]`.
+        rate: Fraction to keep.
+        rounding: "ceil" or "floor".
+
+    Raises:
+        ValueError: If `rounding` is another word.
+    """
+    if rounding not in ("ceil", "floor"):
+        raise ValueError(f'keep_count: rounding must be "ceil" or "floor", got "{rounding}"')
+    if isinstance(patches, Tensor):
+        product = rate * patches.double()
+        return (product.ceil() if rounding == "ceil" else product.floor()).clamp(min=1).to(patches.dtype)
+    return max(1, math.ceil(rate * patches) if rounding == "ceil" else math.floor(rate * patches))
+
+
+def rank(tokens: RaggedTokens, score: Tensor, within: KeepMask | None = None) -> Tensor:
+    """Rank of each patch in its image by falling score, int64 `[T]`; ties go to the earlier row, NaN comes last.
+
+    Args:
+        tokens: The batch.
+        score: `[T]`; its values on other rows than patches are not looked at.
+        within: Rank only the patches that this mask keeps. All other rows rank behind them.
+
+    Cost:
+        Two stable sorts of `T` entries; no synchronisation.
+    """
+    eligible = _eligible(tokens, within)
+    score = score.detach().masked_fill(~eligible | score.detach().isnan(), -torch.inf)
+    by_score = torch.argsort(score, descending=True, stable=True)
+    group = tokens.image_id * 2 + (~eligible).int()
+    order = by_score[torch.argsort(group[by_score], stable=True)]
+    return torch.empty_like(order).scatter_(0, order, tokens.position.long())
+
+
+def top_k(
+    tokens: RaggedTokens,
+    score: Tensor,
+    rate: float | None = None,
+    *,
+    count: int | Tensor | None = None,
+    rounding: str = "ceil",
+    of: str = "current",
+    within: KeepMask | None = None,
+) -> KeepMask:
+    """Keep the patches of the highest score in each image.
+
+    Args:
+        tokens: The batch.
+        score: `[T]`.
+        rate: Fraction of the patches to keep; or give `count`.
+        count: Patches to keep in each image: a number, or int `[B]`.
+        rounding: "ceil" or "floor" of `rate` times the patches.
+        of: "current" (the patches present now, a fused one included) or "initial" (those of the grid).
+        within: Select among the patches that this mask keeps, and hand on its folds.
+
+    Returns:
+        At least one patch an image; `rows_per_image` is known if the tokens are uniform and the count is a number.
+
+    Raises:
+        ValueError: If not exactly one of `rate` and `count` is given, or `of` is another word.
+    """
+    if (rate is None) == (count is None):
+        raise ValueError("top_k: exactly one of rate and count must be given")
+    if of not in ("current", "initial"):
+        raise ValueError(f'top_k: of must be "current" or "initial", got "{of}"')
+    present = _present(tokens, within)
+    if rate is not None:
+        base = present if of == "current" else tokens.grid[0] * tokens.grid[1]
+        count = keep_count(base, rate, rounding)
+    position = rank(tokens, score, within)
+    if isinstance(count, Tensor) or isinstance(present, Tensor):
+        if not isinstance(count, Tensor):
+            count = torch.full_like(tokens.seqlens, count)
+        return _selected(tokens, position < _by_image(tokens, count.clamp(min=1)), within)
+    count = min(max(1, count), present)
+    return _selected(tokens, position < count, within, rows=tokens.num_prefix_tokens + count)
+
+
+def threshold(
+    tokens: RaggedTokens,
+    score: Tensor,
+    value: float | Tensor,
+    *,
+    min_keep: int = 1,
+    max_keep: int | None = None,
+    within: KeepMask | None = None,
+) -> KeepMask:
+    """Keep the patches whose score is at least `value`, and the best `min_keep` of each image in any case.
+
+    Args:
+        tokens: The batch.
+        score: `[T]`.
+        value: One threshold, or one for each image, `[B]`.
+        min_keep: Patches that every image keeps, at least 1.
+        max_keep: Patches that no image exceeds.
+        within: Select among the patches that this mask keeps, and hand on its folds.
+    """
+    if isinstance(value, Tensor) and value.ndim == 1:
+        value = _by_image(tokens, value)
+    return _bounded(tokens, score >= value, rank(tokens, score, within), min_keep, max_keep, within)
+
+
+def top_p(
+    tokens: RaggedTokens,
+    score: Tensor,
+    p: float,
+    *,
+    min_keep: int = 1,
+    max_keep: int | None = None,
+    within: KeepMask | None = None,
+) -> KeepMask:
+    """Keep the smallest set of patches that holds the share `p` of the image's score, the crossing patch included.
+
+    Args:
+        tokens: The batch.
+        score: Non-negative, `[T]`; the share is of the sum over the patches that can be selected.
+        p: Share in (0, 1]; 1 keeps everything.
+        min_keep: Patches that every image keeps, at least 1.
+        max_keep: Patches that no image exceeds.
+        within: Select among the patches that this mask keeps, and hand on its folds.
+
+    Cost:
+        The sorts of `rank` and two buffers `[B, max_seqlen]`.
+    """
+    position = rank(tokens, score, within)
+    mass = score.detach().masked_fill(~_eligible(tokens, within), 0.0)
+    falling = _by_rank(tokens, mass, position)
+    before = (falling.cumsum(1) - falling)[tokens.image_id.long(), position]
+    chosen = before < p * _by_image(tokens, falling.sum(1)) if p < 1 else torch.ones_like(tokens.live)
+    return _bounded(tokens, chosen, position, min_keep, max_keep, within)
+
+
+def sample(tokens: RaggedTokens, score: Tensor, points: int, within: KeepMask | None = None) -> KeepMask:
+    """Keep the patches that evenly spaced points of the score's distribution function hit (Fayyaz et al., ECCV 2022).
+
+    The patches of an image are put in rising order of score, their running sum is scaled to [0, 1], and each of
+    `points` values between the smallest positive one and 1 takes the patch whose running sum is nearest. Several
+    points may take one patch, so the number of patches kept differs from image to image. Nothing is drawn.
+
+    Args:
+        tokens: The batch.
+        score: Non-negative, `[T]`.
+        points: Number of points, at least 1: a bound on the patches kept.
+        within: Select among the patches that this mask keeps, and hand on its folds.
+
+    Cost:
+        The sorts of `rank` and a buffer `[B, points, max_seqlen]`.
+    """
+    eligible = _eligible(tokens, within)
+    best_last = rank(tokens, -score, within)
+    rising = _by_rank(tokens, score.detach().masked_fill(~eligible, 0.0), best_last)
+    present = tokens.sum(eligible.int())
+    column = torch.arange(rising.shape[1], device=rising.device)
+    absent = column >= present[:, None]
+    running = rising.cumsum(1)
+    low = running[:, :1]
+    high = running.masked_fill(absent, 0.0).amax(1, keepdim=True)
+    running = ((running - low) / (high - low).clamp(min=torch.finfo(running.dtype).tiny)).clamp(max=1.0)
+    first = running.masked_fill(absent | (running == 0), torch.inf).amin(1, keepdim=True).clamp(max=1.0)
+    step = torch.linspace(0, 1, points, device=rising.device, dtype=rising.dtype)
+    distance = (first + (1 - first) * step)[:, :, None] - running[:, None, :]
+    nearest = distance.abs().masked_fill(absent[:, None, :], torch.inf).argmin(2)
+    hit = torch.zeros(tokens.batch_size + 1, rising.shape[1], dtype=torch.bool, device=rising.device)
+    hit[: tokens.batch_size].scatter_(1, nearest, True)
+    chosen = hit[tokens.image_id.long(), best_last.clamp(max=rising.shape[1] - 1)]
+    return _selected(tokens, chosen, within)
+
+
+def _eligible(tokens: RaggedTokens, within: KeepMask | None) -> Tensor:
+    return tokens.is_patch if within is None else tokens.is_patch & within.keep
+
+
+def _present(tokens: RaggedTokens, within: KeepMask | None) -> int | Tensor:
+    """Patches that can be selected: a number if the host knows it, else int `[B]`."""
+    rows = tokens.max_seqlen if within is None else within.rows_per_image
+    if tokens.uniform and rows is not None:
+        return rows - tokens.num_prefix_tokens
+    return tokens.sum(_eligible(tokens, within).int())
+
+
+def _by_image(tokens: RaggedTokens, values: Tensor) -> Tensor:
+    """Repeat `values [B]` over the rows of each image, `[T]`; 0 on dead rows."""
+    return torch.cat([values, values.new_zeros(1)])[tokens.image_id]
+
+
+def _by_rank(tokens: RaggedTokens, values: Tensor, position: Tensor) -> Tensor:
+    """Lay `values [T]` out by rank, at least fp32 `[B, max_seqlen]`, 0 where an image has no row."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    laid = values.new_zeros(tokens.batch_size + 1, max(tokens.max_seqlen, 1), dtype=dtype)
+    laid[tokens.image_id.long(), position.clamp(max=laid.shape[1] - 1)] = values.to(dtype)
+    return laid[: tokens.batch_size]
+
+
+def _bounded(
+    tokens: RaggedTokens,
+    chosen: Tensor,
+    position: Tensor,
+    min_keep: int,
+    max_keep: int | None,
+    within: KeepMask | None,
+) -> KeepMask:
+    """Put a selection between the best `min_keep` (at least 1) and the best `max_keep` of each image."""
+    chosen = chosen | (position < max(1, min_keep))
+    if max_keep is not None:
+        chosen = chosen & (position < max(1, max_keep))
+    return _selected(tokens, chosen, within)
+
+
+def _selected(
+    tokens: RaggedTokens, chosen: Tensor, within: KeepMask | None, rows: int | None = None
+) -> KeepMask:
+    """Turn a selection into a mask: only eligible patches, with the prefix."""
+    keep = (chosen & _eligible(tokens, within)) | (tokens.live & ~tokens.is_patch)
+    if within is None:
+        return KeepMask(keep, rows_per_image=rows)
+    return replace(within, keep=keep, rows_per_image=rows)

@@ -1,0 +1,337 @@
+"""The walk of a batch through a pruned Vision Transformer, and `prune`, which builds it from a timm model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import torch
+from timm.layers import PatchDropout
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Attention, Block, VisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from prunevit.block import attend, feed_forward
+from prunevit.kernels.ragged_attention import BACKENDS
+from prunevit.packing import pack
+from prunevit.policy import ModelInfo, PruningPolicy, Site
+from prunevit.pooling import pool
+from prunevit.tokens import AttentionState, RaggedTokens
+from prunevit.trace import Stage, Trace
+
+
+def prune(
+    model: nn.Module, policies: PruningPolicy | Sequence[PruningPolicy], backend: str = "auto"
+) -> RaggedViT:
+    """Plug pruning policies into a timm Vision Transformer.
+
+    Args:
+        model: A timm `VisionTransformer` or `VisionTransformerDistilled`. It is not copied: the pruned model shares
+            its weights, so training one trains the other, and so do `.to()`, `.half()` and `.train()`.
+        policies: One policy, or several that act at different places.
+        backend: Attention backend: "auto", "reference", "padded" or "triton".
+
+    Raises:
+        TypeError: If the architecture is not supported; says which part and why.
+        ValueError: If a policy does not fit the model or its fellow policies.
+    """
+    return RaggedViT(model, [policies] if isinstance(policies, PruningPolicy) else list(policies), backend)
+
+
+class RaggedViT(nn.Module):
+    """A timm Vision Transformer whose tokens are really removed where its policies say so.
+
+    Takes and returns dense tensors, as the timm model does, and stands where it stood: `state_dict` keeps timm's names
+    under the prefix `model.`, and what timm's training code asks of a model is forwarded.
+
+    Attributes:
+        model: The timm model, shared.
+        policies: The policies, in order.
+        backend: Attention backend.
+        info: What the policies know of the model.
+        grad_checkpointing: Whether training recomputes the halves of the blocks. Decisions are never recomputed.
+    """
+
+    def __init__(self, model: nn.Module, policies: Sequence[PruningPolicy], backend: str = "auto") -> None:
+        """Check that all fits together and set the policies up; see `prune`."""
+        super().__init__()
+        check_architecture(model)
+        if backend not in BACKENDS:
+            raise ValueError(f"RaggedViT: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        self.model: Any = model
+        self.policies = nn.ModuleList(policies)
+        self.backend = backend
+        self.grad_checkpointing = False
+        self.info = ModelInfo(
+            width=model.embed_dim,
+            depth=len(model.blocks),
+            num_heads=model.blocks[0].attn.num_heads,
+            grid=tuple(model.patch_embed.grid_size),
+            num_prefix_tokens=model.num_prefix_tokens,
+            has_class_token=model.has_class_token,
+        )
+        for policy in policies:
+            policy.setup(self.info)
+        self._check_policies()
+
+    def forward(self, images: Tensor, image_index: Tensor | None = None) -> Tensor:
+        """Classify.
+
+        Args:
+            images: `[B, 3, height, width]`.
+            image_index: Position of each image in its data set, int64 `[B]`; keys the draws of stochastic policies.
+                Default 0 to B - 1.
+
+        Returns:
+            Logits `[B, K]`.
+
+        Raises:
+            ValueError: As `pack`, if a policy's mask is not valid.
+        """
+        return self.forward_head(self.forward_features(images, image_index))
+
+    def forward_features(self, images: Tensor, image_index: Tensor | None = None) -> RaggedTokens:
+        """Everything before the pooling: the surviving rows after the final norm; arguments as `forward`."""
+        return self._walk(self.embed(images, image_index), lambda stage: None)
+
+    def forward_head(self, tokens: RaggedTokens, pre_logits: bool = False) -> Tensor:
+        """Pool the rows as the timm model does and classify, `[B, K]`.
+
+        Args:
+            tokens: What `forward_features` returned.
+            pre_logits: Return what goes into the classifier, `[B, C]`.
+        """
+        model = self.model
+        if isinstance(model, VisionTransformerDistilled):
+            return model.forward_head(tokens.prefix(), pre_logits=pre_logits)
+        x = model.head_drop(model.fc_norm(pool(model, tokens)))
+        return x if pre_logits else model.head(x)
+
+    def trace(self, images: Tensor, image_index: Tensor | None = None) -> Trace:
+        """Classify, and record what was decided at each stage; arguments as `forward`.
+
+        Cost:
+            That of `forward` and two small tensors a block.
+        """
+        rows: list[Tensor] = []
+        stages: list[Stage] = []
+
+        def record(event: Stage | RaggedTokens) -> None:
+            if isinstance(event, Stage):
+                stages.append(event)
+            else:
+                rows.append(event.seqlens)
+
+        tokens = self._walk(self.embed(images, image_index), record)
+        return Trace(
+            stages=tuple(stages),
+            attention_rows=torch.stack(rows[0::2]),
+            mlp_rows=torch.stack(rows[1::2]),
+            tokens=tokens,
+            logits=self.forward_head(tokens),
+        )
+
+    def embed(self, images: Tensor, image_index: Tensor | None = None) -> RaggedTokens:
+        """Patches, prefix tokens and position embedding by the timm model itself; arguments as `forward`."""
+        model = self.model
+        grid = tuple(model.patch_embed.dynamic_feat_size(tuple(images.shape[-2:])))
+        x = model._pos_embed(model.patch_embed(images))
+        source = None
+        if isinstance(model.patch_drop, PatchDropout) and model.training:
+            x, source = _drop_patches(model.patch_drop, x, model.num_prefix_tokens)
+        return RaggedTokens.from_padded(
+            model.norm_pre(x), model.num_prefix_tokens, grid, image_index=image_index, source=source
+        )
+
+    def find_nan(self, images: Tensor, image_index: Tensor | None = None) -> str | None:
+        """Say which part first produces a value that is not finite, or None if none does; arguments as `forward`.
+
+        Cost:
+            One forward pass with a read-back after each half-block.
+        """
+        culprit: list[str] = []
+        halves = [f"block {layer}, {half}" for layer in range(self.info.depth) for half in ("attention", "mlp")]
+        seen = iter(["the embedding", *halves])
+
+        def look(event: Stage | RaggedTokens) -> None:
+            # Events show the rows that *enter* a half-block: what was finite there was broken by what follows.
+            if isinstance(event, RaggedTokens):
+                name = next(seen)
+                if not culprit and not bool(event.x.isfinite().all()):
+                    culprit.append(name)
+
+        tokens = self._walk(self.embed(images, image_index), look)
+        look(tokens)
+        if not culprit and not bool(self.forward_head(tokens).isfinite().all()):
+            culprit.append("the head")
+        return f"the first values that are not finite come from {culprit[0]}" if culprit else None
+
+    def _walk(self, tokens: RaggedTokens, record: Callable[[Stage | RaggedTokens], None]) -> RaggedTokens:
+        """All blocks, straight down; `record` sees each stage, and the rows that enter each half-block."""
+        attention: AttentionState | None = None
+        for layer, block in enumerate(self.model.blocks):
+            tokens, _ = self._prune_at("before_block", layer, tokens, attention, record)
+            record(tokens)
+            x, attention = self._run(
+                attend,
+                block,
+                tokens,
+                backend=self.backend,
+                needs=self._needs(layer),
+                exempt_self=self.exempt_self,
+                softmax_eps=self.softmax_eps,
+            )
+            tokens = replace(tokens, x=x)
+            tokens, attention = self._prune_at("after_attention", layer, tokens, attention, record)
+            record(tokens)
+            tokens = replace(tokens, x=self._run(feed_forward, block, tokens))
+        return replace(tokens, x=self.model.norm(tokens.x))
+
+    def _prune_at(
+        self,
+        site: Site,
+        layer: int,
+        tokens: RaggedTokens,
+        attention: AttentionState | None,
+        record: Callable[[Stage | RaggedTokens], None],
+    ) -> tuple[RaggedTokens, AttentionState | None]:
+        """Let the policies of one place decide and move; the attention is gone once rows have moved."""
+        for number, policy in enumerate(self.policies):
+            if policy.site != site or layer not in policy.layers:
+                continue
+            mask = policy(tokens, attention, layer)
+            before = tokens.layout()
+            tokens, attention = pack(tokens, mask), None
+            record(Stage(layer, site, number, before, mask, tokens.seqlens))
+        return tokens, attention
+
+    def _run(self, half: Callable[..., Any], block: nn.Module, tokens: RaggedTokens, **settings: Any) -> Any:
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(half, block, tokens, use_reentrant=False, **settings)
+        return half(block, tokens, **settings)
+
+    def _needs(self, layer: int) -> frozenset[str]:
+        """Parts of a block's attention that a policy reads right after it."""
+        reads = (
+            policy.needs
+            for policy in self.policies
+            if layer + (policy.site == "before_block") in policy.layers
+        )
+        return frozenset[str]().union(*reads)
+
+    def _check_policies(self) -> None:
+        agreed = {(p.exempt_self, p.softmax_eps) for p in self.policies if p.layers}
+        if len(agreed) > 1:
+            raise ValueError(
+                "RaggedViT: policies must agree on exempt_self and softmax_eps, which act on the whole walk, "
+                f"got {sorted(agreed)}; use one of them at a time"
+            )
+        self.exempt_self, self.softmax_eps = agreed.pop() if agreed else (False, 0.0)
+        moved: dict[tuple[int, str], PruningPolicy] = {}
+        for policy in self.policies:
+            for layer in policy.layers:
+                here: tuple[int, str] = (layer, policy.site)
+                earlier = (here, (layer - 1, "after_attention"))[: 1 + (policy.site == "before_block")]
+                blocker = next((moved[place] for place in earlier if place in moved), None)
+                if policy.needs and (blocker is not None or (layer, policy.site) == (0, "before_block")):
+                    reason = "no attention has run yet" if blocker is None else f"{type(blocker).__name__} moves rows"
+                    raise ValueError(
+                        f"{type(policy).__name__}: an attention on the present rows is needed at layer {layer}, "
+                        f"but {reason} just before; choose another layer or site"
+                    )
+                moved.setdefault(here, policy)
+
+    # What timm's and Lightning's training code asks of a model.
+
+    @property
+    def num_classes(self) -> int:
+        """Classes `K` of the head."""
+        return self.model.num_classes
+
+    @property
+    def pretrained_cfg(self) -> Any:
+        """timm's data configuration of the weights."""
+        return self.model.pretrained_cfg
+
+    @property
+    def num_features(self) -> int:
+        """Channels that go into the head."""
+        return self.model.num_features
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that weight decay leaves alone."""
+        return {f"model.{name}" for name in self.model.no_weight_decay()}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's parameter groups for layer-wise learning rates, under the prefix; a policy's go with the head."""
+
+        def prefixed(pattern: Any) -> Any:
+            if isinstance(pattern, str):
+                return rf"^model\.(?:{pattern.replace('^', '')})"
+            return [(prefixed(each), order) for each, order in pattern]
+
+        return {name: prefixed(pattern) for name, pattern in self.model.group_matcher(coarse).items()}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the halves of the blocks in the backward pass; decisions are kept, not drawn again."""
+        self.grad_checkpointing = enable
+
+    def get_classifier(self) -> Any:
+        """The head, or both heads of a distilled model."""
+        return self.model.get_classifier()
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head, as timm does."""
+        self.model.reset_classifier(num_classes, global_pool)
+        check_architecture(self.model)
+
+    def export_backbone(self, path: str | PathLike[str]) -> None:
+        """Write the timm model's weights to a file for `timm.create_model(..., checkpoint_path=path)`.
+
+        Args:
+            path: Target, `*.safetensors`.
+
+        Cost:
+            A copy of the weights on the CPU.
+        """
+        from safetensors.torch import save_file
+
+        save_file({name: value.cpu().contiguous() for name, value in self.model.state_dict().items()}, path)
+
+
+def check_architecture(model: nn.Module) -> None:
+    """Raise unless the walk computes exactly what this model computes.
+
+    Raises:
+        TypeError: Names the class that is not supported, and the reason.
+    """
+    name = type(model).__name__
+    if type(model) not in (VisionTransformer, VisionTransformerDistilled):
+        raise TypeError(
+            f"RaggedViT: the model must be a timm VisionTransformer or VisionTransformerDistilled, got {name}; "
+            "other families order or mix their tokens in other ways"
+        )
+    for number, block in enumerate(model.blocks):
+        for part, expected in ((block, Block), (getattr(block, "attn", None), Attention)):
+            if type(part) is not expected:
+                raise TypeError(
+                    f"RaggedViT: blocks must be timm's {expected.__name__}, got {type(part).__name__} in block "
+                    f"{number}; the walk cannot prune between its attention and its MLP"
+                )
+    if model.global_pool in ("", "prr"):
+        raise TypeError(
+            f'RaggedViT: global_pool must pool rows into one vector ("token", "avg", "map", ...), got '
+            f'"{model.global_pool}"; create the model with another global_pool'
+        )
+
+
+def _drop_patches(module: PatchDropout, x: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """timm's patch dropout, told by row numbers so that each row's patch stays known."""
+    batch, rows, channels = x.shape
+    numbers = torch.arange(rows, device=x.device, dtype=torch.float64).expand(batch, rows)[..., None]
+    kept = module(numbers)[..., 0].long()
+    source = torch.where(kept < prefix, -1, kept - prefix).int()
+    return x.gather(1, kept[..., None].expand(-1, -1, channels)), source

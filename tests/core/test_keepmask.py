@@ -1,0 +1,129 @@
+"""The selecting verbs against plain Python, image by image."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prunevit import KeepMask, RaggedTokens, rank, sample, threshold, top_k, top_p
+from prunevit.keepmask import keep_count, keep_everything
+from tests_support import dense_tokens, rows_of
+
+
+def kept_patches(tokens: RaggedTokens, mask: KeepMask, image: int) -> list[int]:
+    return [i for i, row in enumerate(rows_of(tokens, image)[tokens.num_prefix_tokens :]) if mask.keep[row]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(0, 2), st.integers(1, 4), st.integers(0, 9999), st.sampled_from([0, 1, 3])
+)
+def test_rank_orders_by_score_then_by_row(patches: int, prefix: int, batch: int, seed: int, levels: int) -> None:
+    torch.manual_seed(seed)
+    tokens = dense_tokens(batch, patches, prefix)
+    score = torch.randn(batch * (prefix + patches))
+    if levels:  # few distinct values: ties
+        score = (score * levels).round()
+    position = rank(tokens, score)
+    for image in range(batch):
+        rows = rows_of(tokens, image)[prefix:]
+        expected = sorted(rows, key=lambda row: (-float(score[row]), row))
+        assert [int(position[row]) for row in expected] == list(range(patches))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0])
+def test_constant_and_extreme_scores_keep_the_first_rows(value: float) -> None:
+    tokens = dense_tokens(2, 6, 1)
+    mask = top_k(tokens, torch.full((14,), value), 0.5)
+    assert kept_patches(tokens, mask, 0) == kept_patches(tokens, mask, 1) == [0, 1, 2]
+
+
+def test_nan_ranks_last() -> None:
+    tokens = dense_tokens(1, 3, 0)
+    assert rank(tokens, torch.tensor([torch.nan, -torch.inf, 1.0])).tolist() == [1, 2, 0]
+    assert kept_patches(tokens, threshold(tokens, torch.tensor([torch.nan, -5.0, 1.0]), -9.0), 0) == [1, 2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 100))
+def test_counts_are_those_of_the_python_expression(patches: int, hundredths: int) -> None:
+    rate = hundredths / 100
+    for rounding, expression in (("ceil", math.ceil), ("floor", math.floor)):
+        expected = max(1, expression(rate * patches))
+        assert keep_count(patches, rate, rounding) == expected
+        assert keep_count(torch.tensor([patches]), rate, rounding).tolist() == [expected]  # type: ignore[union-attr]
+
+
+def test_the_rounding_traps_are_reproduced() -> None:
+    assert keep_count(25, 0.28, "ceil") == 8
+    assert keep_count(50, 0.58, "floor") == 28
+
+
+def test_top_k_knows_its_rows_only_where_the_host_does() -> None:
+    tokens = dense_tokens(2, 10, 1)
+    score = torch.randn(22)
+    assert top_k(tokens, score, 0.5).rows_per_image == 6
+    assert top_k(tokens, score, count=99).rows_per_image == 11
+    assert top_k(tokens, score, count=torch.tensor([2, 30])).rows_per_image is None
+    few = threshold(tokens, score, 0.0)
+    assert top_k(tokens, score, 0.5, within=few).rows_per_image is None
+
+
+def test_top_k_takes_a_count_for_each_image() -> None:
+    tokens = dense_tokens(3, 5, 1)
+    mask = top_k(tokens, torch.randn(18), count=torch.tensor([0, 3, 9]))
+    assert [len(kept_patches(tokens, mask, image)) for image in range(3)] == [1, 3, 5]
+
+
+def test_verbs_chain_within_a_mask() -> None:
+    tokens = dense_tokens(1, 6, 1)
+    score = torch.tensor([9.0, 1, 2, 3, 4, 5, 6])
+    first = top_k(tokens, -score, 0.5)
+    second = top_k(tokens, score, count=2, within=first)
+    assert kept_patches(tokens, first, 0) == [0, 1, 2]
+    assert kept_patches(tokens, second, 0) == [1, 2]
+    assert kept_patches(tokens, threshold(tokens, score, 100.0, within=first), 0) == [2]
+    assert kept_patches(tokens, top_p(tokens, score, 0.5, within=first), 0) == [2]
+
+
+def test_threshold_keeps_the_best_and_respects_its_bounds() -> None:
+    tokens = dense_tokens(2, 4, 1)
+    score = torch.tensor([0.0, 1, 2, 3, 4, 0, 8, 7, 6, 5])
+    assert [kept_patches(tokens, threshold(tokens, score, 3.0), i) for i in (0, 1)] == [[2, 3], [0, 1, 2, 3]]
+    assert kept_patches(tokens, threshold(tokens, score, 99.0), 0) == [3]
+    assert kept_patches(tokens, threshold(tokens, score, 99.0, min_keep=2), 1) == [0, 1]
+    assert kept_patches(tokens, threshold(tokens, score, 0.0, max_keep=3), 1) == [0, 1, 2]
+    per_image = threshold(tokens, score, torch.tensor([4.0, 7.0]))
+    assert [kept_patches(tokens, per_image, i) for i in (0, 1)] == [[3], [0, 1]]
+
+
+def test_top_p_includes_the_crossing_patch() -> None:
+    tokens = dense_tokens(1, 4, 1)
+    score = torch.tensor([50.0, 0.1, 0.4, 0.3, 0.2])
+    assert kept_patches(tokens, top_p(tokens, score, 0.4), 0) == [1]
+    assert kept_patches(tokens, top_p(tokens, score, 0.41), 0) == [1, 2]
+    assert kept_patches(tokens, top_p(tokens, score, 1.0), 0) == [0, 1, 2, 3]
+    assert kept_patches(tokens, top_p(tokens, torch.zeros(5), 0.5), 0) == [0]
+
+
+def test_sample_hits_by_the_share_of_the_score() -> None:
+    tokens = dense_tokens(1, 4, 0)
+    # Rising: 0.1, 0.2, 0.3, 0.4 -> running 0.1, 0.3, 0.6, 1 -> scaled 0, 2/9, 5/9, 1.
+    score = torch.tensor([0.4, 0.2, 0.1, 0.3])
+    assert kept_patches(tokens, sample(tokens, score, 2), 0) == [0, 1]
+    assert kept_patches(tokens, sample(tokens, score, 3), 0) == [0, 1, 3]
+    # Equal scores are told apart by their place alone; many points hit all but the smallest.
+    assert kept_patches(tokens, sample(tokens, torch.ones(4), 50), 0) == [1, 2, 3]
+
+
+def test_keep_everything_and_bad_words() -> None:
+    tokens = dense_tokens(2, 3, 1)
+    assert keep_everything(tokens).rows_per_image == 4
+    with pytest.raises(ValueError, match="exactly one of rate and count"):
+        top_k(tokens, torch.randn(8))
+    with pytest.raises(ValueError, match='rounding must be "ceil" or "floor"'):
+        top_k(tokens, torch.randn(8), 0.5, rounding="up")
+    with pytest.raises(ValueError, match='of must be "current" or "initial"'):
+        top_k(tokens, torch.randn(8), 0.5, of="all")

@@ -1,0 +1,183 @@
+"""`pack` against a re-statement that walks image by image over Python lists."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prunevit import KeepMask, RaggedTokens, pack
+
+PREFIX = 2
+
+
+def ragged(counts: list[int], dead: int = 0, channels: int = 3, **fields: Tensor) -> RaggedTokens:
+    """Images of PREFIX + count rows with distinct random features, then dead rows."""
+    lengths = torch.tensor([PREFIX + count for count in counts])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
+    image_id = torch.arange(len(counts)).repeat_interleave(lengths)
+    source = torch.cat([torch.cat([torch.full((PREFIX,), -1), torch.arange(count)]) for count in counts])
+    total = int(lengths.sum())
+    x = torch.randn(total + dead, channels, dtype=torch.float64)
+    x[total:] = 7.0
+    return RaggedTokens(
+        x=x,
+        cu_seqlens=cu_seqlens,
+        image_id=torch.cat([image_id, torch.full((dead,), len(counts))]).int(),
+        max_seqlen=int(lengths.max()),
+        uniform=len(set(counts)) == 1,
+        num_prefix_tokens=PREFIX,
+        grid=(1, max(counts)),
+        image_index=torch.arange(len(counts)),
+        source=torch.cat([source, torch.full((dead,), -1)]).int(),
+        **fields,
+    )
+
+
+def pack_by_hand(tokens: RaggedTokens, mask: KeepMask) -> list[list[tuple[Tensor, int, float, float]]]:
+    """For each image the rows (features, source, size, key weight) in their new order."""
+    images = []
+    for image in range(tokens.batch_size):
+        rows = [row for row in range(len(tokens.image_id)) if tokens.image_id[row] == image]
+        stay = [row for row in rows if mask.keep[row] or tokens.source[row] < 0]
+        if mask.order is not None:
+            stay.sort(key=lambda row: float(mask.order[row]))
+        out = []
+        for row in stay:
+            members = [row]
+            if mask.merge_into is not None:
+                members = [other for other in rows if mask.merge_into[other] == row]
+            weight = mask.merge_weight if mask.merge_weight is not None else torch.ones(len(tokens.image_id))
+            features = sum((float(weight[m]) * tokens.x[m] for m in members), torch.zeros(3, dtype=torch.float64))
+            own = mask.size if mask.size is not None else tokens.sizes
+            key = 1.0 if mask.key_weight is None else sum(float(mask.key_weight[m]) for m in members)
+            out.append((features, int(tokens.source[row]), sum(float(own[m]) for m in members), key))
+        images.append(out)
+    return images
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_pack_equals_walking_over_lists(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    dead = data.draw(st.integers(0, 3))
+    torch.manual_seed(data.draw(st.integers(0, 10_000)))
+    tokens = ragged(counts, dead)
+    rows = len(tokens.image_id)
+    keep = torch.rand(rows) < 0.5
+    first_patch = tokens.position == PREFIX
+    keep = (keep | first_patch | ~tokens.is_patch) & tokens.live
+    mask = KeepMask(keep)
+    if data.draw(st.booleans()):
+        mask = replace(mask, order=torch.rand(rows))
+    if data.draw(st.booleans()):
+        first = tokens.start + PREFIX
+        into = torch.where(keep, torch.arange(rows), torch.where(torch.rand(rows) < 0.7, first, -1))
+        into = torch.where(tokens.live, into, -1)
+        mask = replace(mask, merge_into=into, merge_weight=torch.rand(rows).double(), key_weight=torch.rand(rows))
+    capacity = data.draw(st.sampled_from([None, int(keep.sum()), int(keep.sum()) + 3]))
+
+    packed = pack(tokens, mask, capacity)
+
+    expected = pack_by_hand(tokens, mask)
+    assert packed.seqlens.tolist() == [len(image) for image in expected]
+    assert packed.x.shape[0] == (capacity or int(keep.sum()))
+    for image, out in enumerate(expected):
+        start = int(packed.cu_seqlens[image])
+        for offset, (features, source, size, key) in enumerate(out):
+            torch.testing.assert_close(packed.x[start + offset], features)
+            assert int(packed.source[start + offset]) == source
+            assert int(packed.image_id[start + offset]) == image
+            assert float(packed.sizes[start + offset]) == pytest.approx(size)
+            if mask.key_weight is not None:
+                assert packed.key_weight is not None
+                assert float(packed.key_weight[start + offset]) == pytest.approx(key)
+    total = int(packed.cu_seqlens[-1])
+    assert (packed.x[total:] == 0).all()
+    assert (packed.image_id[total:] == len(counts)).all()
+    assert (packed.source[total:] == -1).all()
+    assert packed.max_seqlen >= int(packed.seqlens.max())
+
+
+def test_prefix_rows_survive_a_mask_that_drops_them() -> None:
+    tokens = ragged([3, 4])
+    packed = pack(tokens, KeepMask(tokens.position == PREFIX))
+    assert packed.seqlens.tolist() == [PREFIX + 1, PREFIX + 1]
+    assert packed.uniform
+
+
+def test_soft_mask_moves_nothing_but_folds_into_heirs() -> None:
+    tokens = ragged([3])
+    rows = torch.arange(5)
+    into = torch.where(rows == 4, 3, rows)
+    soft = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.25]).double()
+    mask = KeepMask(
+        keep=rows != 4,
+        merge_into=into,
+        merge_weight=torch.full((5,), 0.5).double(),
+        key_weight=torch.ones(5),
+        soft=soft,
+        order=-rows.double(),
+    )
+    packed = pack(tokens, mask)
+    expected = tokens.x.clone()
+    expected[3] = 0.5 * tokens.x[3] + 0.5 * tokens.x[4]
+    for row in range(3):
+        expected[row] = 0.5 * tokens.x[row]
+    torch.testing.assert_close(packed.x, expected.flip(0))
+    assert packed.soft is not None
+    torch.testing.assert_close(packed.soft, soft.flip(0))
+    assert packed.sizes.tolist() == [1.0, 2.0, 1.0, 1.0, 1.0]
+    assert packed.key_weight is not None
+    assert packed.key_weight.tolist() == [1.0, 2.0, 1.0, 1.0, 1.0]
+
+
+def test_gradients_reach_kept_and_folded_rows_only() -> None:
+    tokens = ragged([3])
+    x = tokens.x.clone().requires_grad_()
+    weight = torch.tensor([1.0, 1.0, 1.0, 0.3, 1.0]).double().requires_grad_()
+    mask = KeepMask(
+        torch.tensor([True, True, True, False, False]),
+        merge_into=torch.tensor([0, 1, 2, 2, -1]),
+        merge_weight=weight,
+    )
+    pack(replace(tokens, x=x), mask).x.sum().backward()
+    assert x.grad is not None
+    assert x.grad[:, 0].tolist() == [1.0, 1.0, 1.0, pytest.approx(0.3), 0.0]
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[3], tokens.x[3].sum())
+    assert weight.grad[4] == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (lambda t: KeepMask(~t.is_patch), "at least one patch"),
+        (lambda t: KeepMask(t.live[:-1]), "one entry a row"),
+        (lambda t: KeepMask(t.live.float()), "keep must be bool"),
+        (lambda t: KeepMask(t.live, rows_per_image=4), "tokens that are not uniform"),
+        (lambda t: KeepMask(t.live, order=torch.zeros(3)), "order must have shape"),
+    ],
+)
+def test_wrong_masks_are_refused(mask, message: str) -> None:  # type: ignore[no-untyped-def]
+    tokens = ragged([3, 4])
+    with pytest.raises(ValueError, match=message):
+        pack(tokens, mask(tokens))
+
+
+def test_a_wrong_promise_of_the_count_is_refused() -> None:
+    tokens = ragged([3, 3])
+    keep = tokens.live & (torch.arange(10) != 4)
+    with pytest.raises(ValueError, match=r"mask\.rows_per_image"):
+        pack(tokens, KeepMask(keep, rows_per_image=4))
+
+
+def test_a_capacity_too_small_is_refused() -> None:
+    tokens = ragged([3, 4])
+    with pytest.raises(ValueError, match="must fit into capacity=10"):
+        pack(tokens, KeepMask(tokens.live), capacity=10)
+    uniform = ragged([3, 3])
+    with pytest.raises(ValueError, match="at least the 10 rows kept, got 9"):
+        pack(uniform, KeepMask(uniform.live, rows_per_image=5), capacity=9)
