@@ -67,7 +67,8 @@ class ToMe(PruningPolicy):
         number, rows = self._number(tokens, layer)
         merged = a & (rank(tokens, similarity, within=KeepMask(a)) < number)
         mask = merge(tokens, KeepMask(tokens.live & ~merged, rows_per_image=rows), partner, tokens.sizes)
-        order = tokens.position + tokens.max_seqlen * (tokens.is_patch.int() + b.int())
+        # Where nothing merges the authors leave the order alone.
+        order = tokens.position + tokens.max_seqlen * (tokens.is_patch.int() + b.int()) * (number > 0)
         return replace(mask, order=order, key_weight=tokens.sizes if self.prop_attn else None)
 
     def macs(self, counts: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from prunevit.trace import Stage, Trace
 def prune(
     model: nn.Module, policies: PruningPolicy | Sequence[PruningPolicy], backend: str = "auto"
 ) -> RaggedViT:
-    """Plug pruning policies into a timm Vision Transformer.
+    """Plug pruning policies into a timm Vision Transformer, in the mode (training or evaluation) that it is in.
 
     Args:
         model: A timm `VisionTransformer` or `VisionTransformerDistilled`. It is not copied: the pruned model shares
@@ -76,6 +76,7 @@ class RaggedViT(nn.Module):
         for policy in policies:
             policy.setup(self.info)
         self._check_policies()
+        self.train(model.training)
 
     def forward(self, images: Tensor, image_index: Tensor | None = None) -> Tensor:
         """Classify.

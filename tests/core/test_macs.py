@@ -44,7 +44,7 @@ def flops(model: torch.nn.Module, images: torch.Tensor) -> int:
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = False  # torch's counter knows the written-out product only, on a CPU
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter:
         model(images)
     return counter.get_total_flops()
 

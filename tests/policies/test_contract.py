@@ -1,0 +1,205 @@
+"""What every policy owes: one test for all of them."""
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import prunevit
+from prunevit import PruningPolicy
+from prunevit.policies import (
+    POLICIES,
+    EViT,
+    FixedRate,
+    NoPruning,
+    RandomPruning,
+    Replay,
+    ThresholdL2,
+    ToMe,
+    TopK,
+    TopP,
+    replay,
+    resolve,
+)
+from tests_support import small_vit
+
+# What prunes over several stages, the same policy set so that it keeps everything, and whether the host knows the counts.
+CASES: dict[str, tuple[Callable[[], PruningPolicy], Callable[[], PruningPolicy], bool]] = {
+    "none": (NoPruning, NoPruning, True),
+    "topk": (lambda: TopK(0.6, (1, 2)), lambda: TopK(1.0, (1, 2)), True),
+    "topk-received": (lambda: TopK(0.6, (0, 3), "received"), lambda: TopK(1.0, (1,), "received"), True),
+    "evit": (lambda: EViT(0.6, (1, 2)), lambda: EViT(1.0, (1, 2)), True),
+    "random": (lambda: RandomPruning(0.6, (1, 2)), lambda: RandomPruning(1.0, (1, 2)), True),
+    "fixed_rate": (lambda: FixedRate(0.6, (1, 2)), lambda: FixedRate(1.0, (1, 2)), True),
+    "fixed_rate-center": (lambda: FixedRate(0.6, (1,), "center"), lambda: FixedRate(1.0, (1,), "center"), True),
+    "threshold_l2": (lambda: ThresholdL2(0.0, (1, 2)), lambda: ThresholdL2(-99.0, (1, 2)), False),
+    "threshold_l2-maximum": (
+        lambda: ThresholdL2(0.9, (1,), "maximum"),
+        lambda: ThresholdL2(0.0, (1,), "maximum"),
+        False,
+    ),
+    "threshold_l2-share": (lambda: ThresholdL2(0.4, (1,), "share"), lambda: ThresholdL2(1.0, (1,), "share"), True),
+    "threshold_l2-published": (
+        lambda: ThresholdL2(0.4, (1,), "published"),
+        lambda: ThresholdL2(1.0, (1,), "published"),
+        False,
+    ),
+    "top_p": (lambda: TopP(0.6, (1, 2)), lambda: TopP(1.0, (1, 2)), False),
+    "tome": (lambda: ToMe(6), lambda: ToMe(0), True),
+}
+MODELS = {
+    "cls": {},
+    "registers": {"reg_tokens": 4},
+    "distilled": {"name": "deit_tiny_distilled_patch16_224"},
+    "one patch": {"img_size": 16},
+    "two patches": {"img_size": (16, 32)},
+}
+
+
+def images_for(model: torch.nn.Module, batch: int) -> torch.Tensor:
+    return torch.randn(batch, 3, *model.patch_embed.img_size, dtype=torch.float64)  # type: ignore[union-attr, misc]
+
+
+def test_every_policy_of_the_table_is_here() -> None:
+    tested = {type(make()) for make, _, _ in CASES.values()}
+    assert tested == set(POLICIES.values()) - {Replay}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("name", CASES)
+def test_images_are_independent_and_never_empty(name: str, architecture: str) -> None:
+    model = small_vit(**MODELS[architecture])  # type: ignore[arg-type]
+    pruned = prunevit.prune(model, CASES[name][0]())
+    images, index = images_for(model, 3), torch.tensor([7, 5, 6])
+    trace = pruned.trace(images, index)
+    prefix = model.num_prefix_tokens
+    for stage in trace.stages:
+        assert (stage.counts >= prefix + 1).all()
+    final = trace.tokens.to_padded(trace.tokens.source)
+    assert (final[:, :prefix] == -1).all()
+    order = torch.tensor([2, 0])
+    torch.testing.assert_close(pruned(images[order], index[order]), trace.logits[order], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("name", CASES)
+def test_keeping_everything_is_the_plain_model(name: str, architecture: str) -> None:
+    model = small_vit(**MODELS[architecture])  # type: ignore[arg-type]
+    images = images_for(model, 2)
+    pruned = prunevit.prune(model, CASES[name][1]())
+    torch.testing.assert_close(pruned(images), model(images), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_prunes_and_gradients_are_finite(name: str) -> None:
+    model = small_vit()
+    pruned = prunevit.prune(model, CASES[name][0]())
+    trace = pruned.trace(images_for(model, 2))
+    assert name == "none" or (trace.mlp_rows[-1] < 37).all()
+    for gradient in torch.autograd.grad(trace.logits.square().sum(), list(pruned.parameters())):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_waits_for_the_device_only_where_counts_depend_on_the_data(name: str) -> None:
+    """Fake tensors know no values: whoever asks for one raises. The fake device is a GPU, so checks are deferred."""
+    make, _, known = CASES[name]
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            model = timm.create_model("vit_tiny_patch16_224", img_size=96, depth=4).eval()
+            images = torch.empty(2, 3, 96, 96)
+        pruned = prunevit.prune(model, make(), backend="padded")
+        if known:
+            assert pruned(images).shape == (2, 1000)
+        else:
+            with pytest.raises(DataDependentOutputException):
+                pruned(images)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision_and_state(name: str) -> None:
+    make = CASES[name][0]
+    model = small_vit().to(torch.bfloat16)
+    pruned, other = prunevit.prune(model, make()), prunevit.prune(model, make())
+    other.load_state_dict(pruned.state_dict())
+    images = images_for(model, 2).to(torch.bfloat16)
+    logits = pruned(images)
+    assert logits.isfinite().all()
+    assert torch.equal(logits, other(images))
+
+
+def test_random_draws_depend_on_seed_image_and_layer_alone() -> None:
+    model = small_vit()
+    images = images_for(model, 1).expand(4, -1, -1, -1)
+
+    def kept(policy: PruningPolicy, index: list[int]) -> list[list[int]]:
+        trace = prunevit.prune(model, policy).trace(images, torch.tensor(index))
+        return [trace.survivors(0, image) for image in range(4)]
+
+    first = kept(RandomPruning(0.5, (1,)), [3, 4, 5, 6])
+    assert kept(RandomPruning(0.5, (1,)), [6, 5, 4, 3]) == first[::-1]
+    assert len({tuple(each) for each in first}) == 4
+    assert kept(RandomPruning(0.5, (1,), seed=1), [3, 4, 5, 6]) != first
+    assert kept(RandomPruning(0.5, (2,)), [3, 4, 5, 6]) != first
+    shared = kept(RandomPruning(0.5, (1,), shared=True), [3, 4, 5, 6])
+    assert len({tuple(each) for each in shared}) == 1
+    training = RandomPruning(0.5, (1,))
+    training.train()
+    assert kept(training, [3, 4, 5, 6]) != kept(training, [3, 4, 5, 6])
+
+
+def test_random_keeps_every_patch_equally_often() -> None:
+    tokens = prunevit.RaggedTokens.from_padded(torch.zeros(2000, 17, 1), 1, (4, 4))
+    policy = RandomPruning(0.5, (0,))
+    keep = policy(tokens, None, 0).keep.view(2000, 17)[:, 1:].double()
+    # A fair coin over 2,000 images strays from 1/2 by more than 5 standard deviations once in a million.
+    assert (keep.mean(0) - 0.5).abs().max() < 5 * 0.5 / 2000**0.5
+    assert (keep.T.corrcoef() - torch.eye(16)).fill_diagonal_(0).abs().max() < 0.2
+
+
+def test_the_grid_pattern_is_evenly_strewn() -> None:
+    model = small_vit(img_size=128)
+    images = images_for(model, 1)
+
+    def kept(rate: float, pattern: str) -> torch.Tensor:
+        trace = prunevit.prune(model, FixedRate(rate, (1,), pattern)).trace(images)
+        return (trace.heirs()[0] >= 0).view(8, 8).int()
+
+    checkerboard = (torch.arange(8)[:, None] + torch.arange(8)) % 2 == 0
+    assert torch.equal(kept(0.5, "grid").bool(), checkerboard)
+    assert kept(0.25, "grid")[::2, ::2].all()
+    assert kept(0.25, "grid").sum() == 16
+    assert kept(0.0625, "grid").nonzero().tolist() == [[0, 0], [0, 4], [4, 0], [4, 4]]
+    assert kept(0.25, "center").nonzero().aminmax()[0] == 2
+
+
+def test_published_norm_rule_lets_prefix_rows_compete() -> None:
+    """98 or 99 of 197 rows: one patch fewer where CLS wins a place."""
+    x = torch.ones(2, 197, 4) * torch.linspace(1, 2, 197)[None, :, None]
+    x[0, 0], x[1, 0] = 100.0, 0.0
+    tokens = prunevit.RaggedTokens.from_padded(x, 1, (14, 14))
+    counts = prunevit.pack(tokens, ThresholdL2(0.5, (0,), "published")(tokens, None, 0)).seqlens
+    assert counts.tolist() == [98, 99]
+
+
+def test_names_are_resolved_or_the_nearest_is_offered() -> None:
+    assert resolve("evit") is EViT
+    assert resolve("prunevit.policies.topk:TopK") is TopK
+    for name, message in (
+        ("evti", 'try "evit"'),
+        ("no.such.module:Policy", "must name a class that can be imported"),
+        ("prunevit.policies:Nothing", "must name a class that can be imported"),
+        ("torch.nn:Linear", "must be a subclass of prunevit.PruningPolicy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve(name)
+
+
+def test_replay_needs_a_stage() -> None:
+    model = small_vit()
+    trace = prunevit.prune(model, NoPruning()).trace(images_for(model, 1))
+    assert replay(trace) == []
+    with pytest.raises(ValueError, match="the trace must hold a stage of policy 0"):
+        Replay(trace)
