@@ -57,7 +57,9 @@ def resolve(name: str) -> type[PruningPolicy]:
     module_name, colon, class_name = name.partition(":")
     if not colon:
         close = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
-        raise ValueError(f'policy: must be one of {", ".join(POLICIES)} or "module:Class", got "{name}"; try "{close}"')
+        raise ValueError(
+            f'policy: must be one of {", ".join(POLICIES)} or "module:Class", got "{name}"; try "{close}"'
+        )
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:

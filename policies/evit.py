@@ -1,11 +1,11 @@
-"""EViT: attentive tokens stay, the rest is fused into one (Liang et al., "Not All Patches are What You Need", ICLR 2022).
+"""EViT: the rest is fused into one token (Liang et al., "Not All Patches are What You Need", ICLR 2022).
 
 Differs from the authors' code: the fused row stands where the best loser stood, not at the end (attention does not see
 the order); distillation and register tokens are never pruned or fused (theirs can be); any grid, not only square ones.
 """
 
 from prunevit.folding import fuse
-from prunevit.keepmask import KeepMask, top_k
+from prunevit.keepmask import KeepMask
 from prunevit.policies.topk import TopK
 from prunevit.tokens import AttentionState, RaggedTokens
 

@@ -1,8 +1,9 @@
 """Structured pruning: the same patches of every image, chosen by where they stand.
 
-"center" is the centre-distance rule of Haurum et al., "Which Tokens to Use?" (ICCVW 2023), here on any grid and with an
-exact count. "grid" orders the patches as an ordered-dither matrix does (Bayer, 1973): at a rate of 1/2 a checkerboard stays, at 1/4
-every second row and column, and the patches of a later stage are always among those of an earlier one.
+"center" is the centre-distance rule of Haurum et al., "Which Tokens to Use?" (ICCVW 2023), here on any grid and
+with an exact count. "grid" orders the patches as an ordered-dither matrix does (Bayer, 1973): at a rate of 1/2 a
+checkerboard stays, at 1/4 every second row and column, and the patches of a later stage are always among those of an
+earlier one.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Replay of a recorded trace: the same decisions on another backend, precision, batch, capacity or model.
 
-This is how the numeric effect of a backend is told from the effect of a policy, and how one model's decisions are tried on
-another.
+This is how the numeric effect of a backend is told from the effect of a policy, and how one model's decisions are
+tried on another.
 """
 
 from os import PathLike

@@ -1,8 +1,9 @@
 """Pruning by the L2 norm of a token: arXiv 2604.15408, and a real threshold, which that system lacks.
 
-The published "Threshold-L2" is no threshold but a fixed share: the `int(rows * share)` rows of the largest norm with CLS
-among them, CLS then forced in. That is `rule="published"`. Beware: in timm, AugReg and DINOv2 ViTs the tokens of very large norm are
-artefacts (Darcet et al., "Vision Transformers Need Registers", ICLR 2024), and a norm threshold keeps exactly those.
+The published "Threshold-L2" is no threshold but a fixed share: the `int(rows * share)` rows of the largest norm with
+CLS among them, CLS then forced in. That is `rule="published"`. Beware: in timm, AugReg and DINOv2 ViTs the tokens of
+very large norm are artefacts (Darcet et al., "Vision Transformers Need Registers", ICLR 2024), and a norm threshold
+keeps exactly those.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunevit.keepmask import KeepMask, threshold, top_k
-from prunevit.policy import PruningPolicy
+from prunevit.policy import ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
 RULES = ("absolute", "deviation", "maximum", "share", "published")
@@ -74,7 +75,7 @@ class ThresholdL2(PruningPolicy):
         """One product for each channel of each row."""
         return counts.double() * self.width
 
-    def setup(self, info) -> None:  # type: ignore[no-untyped-def]
+    def setup(self, info: ModelInfo) -> None:
         """Learn the width, for the cost."""
         super().setup(info)
         self.width = info.width

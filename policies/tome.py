@@ -1,7 +1,7 @@
 """ToMe: merge the most alike tokens in every block (Bolya et al., "Token Merging: Your ViT But Faster", ICLR 2023).
 
-Differs from the authors' code: distillation *and* register tokens are protected; images of a batch may differ in length; `r` and
-`inflection` are two settings.
+Differs from the authors' code: distillation *and* register tokens are protected; images of a batch may differ in
+length; `r` and `inflection` are two settings.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from prunevit.tokens import AttentionState, RaggedTokens
 class ToMe(PruningPolicy):
     """Merge `r` tokens of every image in each block, into partners whose keys are most alike.
 
-    The rows of an image are split by turns into A and B; each row of A finds its nearest in B by the cosine of the head-mean
-    keys, and the `r` most alike merge by a mean weighted by size. What stays is laid out A before B, which is what the next
-    block splits.
+    The rows of an image are split by turns into A and B; each row of A finds its nearest in B by the cosine of the
+    head-mean keys, and the `r` most alike merge by a mean weighted by size. What stays is laid out A before B, which is
+    what the next block splits.
     """
 
     knob = "r"

@@ -1,7 +1,8 @@
-"""Attention-score top-k: the baseline of Haurum et al., "Which Tokens to Use?" (ICCVW 2023), and of EViT without fusing.
+"""Attention-score top-k: the baseline of Haurum et al., "Which Tokens to Use?" (ICCVW 2023).
 
-The count is EViT's by default, `ceil(keep_rate * present patches)`. `rounding="floor", of="initial", compound=True` is the
-count of Haurum et al. Differs from their code: a stage where nothing is to be dropped is a normal case.
+The count is by default that of EViT without its fused token, `ceil(keep_rate * present patches)`;
+`rounding="floor", of="initial", compound=True` is the count of Haurum et al. Differs from their code: a stage where
+nothing is to be dropped is a normal case.
 """
 
 from collections.abc import Sequence

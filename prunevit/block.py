@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from prunevit.kernels.ragged_attention import ragged_attention
@@ -9,7 +11,7 @@ from prunevit.tokens import AttentionState, RaggedTokens
 
 
 def attend(
-    block: nn.Module,
+    block: Any,
     tokens: RaggedTokens,
     *,
     backend: str,
@@ -29,8 +31,16 @@ def attend(
 
     Returns:
         The new features `[T, C]` and the attention's state.
+
+    Raises:
+        ValueError: If the block drops attention probabilities and is in training mode.
     """
     attn = block.attn
+    if attn.training and attn.attn_drop.p > 0:
+        raise ValueError(
+            f"RaggedViT: attention dropout in training must be 0, got {attn.attn_drop.p:g}; "
+            "create the model with attn_drop_rate=0"
+        )
     x = block.norm1(tokens.x)
     qkv = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1))
     q, k, v = qkv.unbind(1)
@@ -61,7 +71,7 @@ def attend(
     return tokens.x + drop_path(block.drop_path1, y, tokens), state
 
 
-def feed_forward(block: nn.Module, tokens: RaggedTokens) -> Tensor:
+def feed_forward(block: Any, tokens: RaggedTokens) -> Tensor:
     """`x + drop_path2(ls2(mlp(norm2(x))))` on packed rows, `[T, C]`.
 
     Args:
@@ -71,7 +81,7 @@ def feed_forward(block: nn.Module, tokens: RaggedTokens) -> Tensor:
     return tokens.x + drop_path(block.drop_path2, block.ls2(block.mlp(block.norm2(tokens.x))), tokens)
 
 
-def drop_path(module: nn.Module, x: Tensor, tokens: RaggedTokens) -> Tensor:
+def drop_path(module: Any, x: Tensor, tokens: RaggedTokens) -> Tensor:
     """Stochastic depth that draws once for each image, not for each row.
 
     Args:

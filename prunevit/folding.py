@@ -29,7 +29,9 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
         The two sorts of `rank`.
     """
     if mask.merge_into is not None:
-        raise ValueError("fuse: mask must not fold rows already, got one with merge_into; fuse before merging")
+        raise ValueError(
+            "fuse: mask must not fold rows already, got one with merge_into; fuse before merging"
+        )
     if mask.rows_per_image is not None and mask.rows_per_image == tokens.max_seqlen:
         return mask
     losers = tokens.is_patch & ~mask.keep
@@ -87,9 +89,7 @@ def merge(
     )
 
 
-def nearest(
-    tokens: RaggedTokens, features: Tensor, queries: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor]:
+def nearest(tokens: RaggedTokens, features: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Find for each query row the key row of the same image with the largest dot product; no selection by itself.
 
     Args:

@@ -51,7 +51,9 @@ def policy_macs(pruned: RaggedViT, trace: Trace) -> Tensor:
         pruned: The model that made the trace.
         trace: What it did.
     """
-    total = torch.zeros(trace.attention_rows.shape[1], dtype=torch.float64, device=trace.attention_rows.device)
+    total = torch.zeros(
+        trace.attention_rows.shape[1], dtype=torch.float64, device=trace.attention_rows.device
+    )
     for stage in trace.stages:
         total += pruned.policies[stage.policy].macs(stage.tokens.seqlens)  # type: ignore[operator]
     return total
@@ -61,7 +63,9 @@ def _head_macs(model: Any) -> float:
     """MACs of the head or heads, and of what an attention pool does once for each image."""
     total = sum(_linear_macs(getattr(model, head, nn.Identity())) for head in ("head", "head_dist"))
     if model.attn_pool is not None:
-        total += model.attn_pool.latent_len * (_linear_macs(model.attn_pool) - _linear_macs(model.attn_pool.kv))
+        total += model.attn_pool.latent_len * (
+            _linear_macs(model.attn_pool) - _linear_macs(model.attn_pool.kv)
+        )
     return float(total)
 
 
@@ -89,7 +93,9 @@ def _stem_macs(embed: Any, convolutions: list[nn.Conv2d]) -> float:
     training, weight = embed.training, convolutions[0].weight
     try:
         with torch.no_grad():
-            embed.eval()(torch.zeros(1, weight.shape[1], *embed.img_size, device=weight.device, dtype=weight.dtype))
+            embed.eval()(
+                torch.zeros(1, weight.shape[1], *embed.img_size, device=weight.device, dtype=weight.dtype)
+            )
     finally:
         embed.train(training)
         for handle in handles:

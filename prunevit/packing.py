@@ -86,10 +86,7 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
     Cost:
         A running sum over `T` rows; with `mask.order` two stable sorts.
     """
-    if mask.soft is not None:
-        kept = tokens.live
-    else:
-        kept = tokens.live & (mask.keep | ~tokens.is_patch)
+    kept = tokens.live if mask.soft is not None else tokens.live & (mask.keep | ~tokens.is_patch)
     upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
     if mask.order is None:
         destination = upto[1:] - 1
@@ -127,7 +124,9 @@ def gather(
         return values.index_select(0, rows).masked_fill(dead.view(-1, *(1,) * (values.ndim - 1)), fill)
 
     features, image_id, source = moved(x), moved(tokens.image_id, tokens.batch_size), moved(tokens.source, -1)
-    assert features is not None and image_id is not None and source is not None
+    assert features is not None
+    assert image_id is not None
+    assert source is not None
     return replace(
         tokens,
         x=features,
@@ -180,8 +179,14 @@ def _check_shapes(tokens: RaggedTokens, mask: KeepMask) -> None:
     for name in ("keep", "merge_into", "merge_weight", "size", "key_weight", "order", "soft"):
         values = getattr(mask, name)
         if values is not None and values.shape != (rows,):
-            raise ValueError(f"KeepMask: {name} must have shape [{rows}], one entry a row, got {list(values.shape)}")
+            raise ValueError(
+                f"KeepMask: {name} must have shape [{rows}], one entry a row, got {list(values.shape)}"
+            )
     if mask.keep.dtype != torch.bool:
-        raise ValueError(f"KeepMask: keep must be bool, got {mask.keep.dtype}; compare the score with a bound")
+        raise ValueError(
+            f"KeepMask: keep must be bool, got {mask.keep.dtype}; compare the score with a bound"
+        )
     if mask.rows_per_image is not None and not tokens.uniform:
-        raise ValueError("KeepMask: rows_per_image must be None for tokens that are not uniform; leave it out")
+        raise ValueError(
+            "KeepMask: rows_per_image must be None for tokens that are not uniform; leave it out"
+        )

@@ -27,7 +27,11 @@ def pool(model: Any, tokens: RaggedTokens) -> Tensor:
     skip = 0 if model.pool_include_prefix else tokens.num_prefix_tokens
     x = tokens.to_padded()[:, skip:]
     if tokens.uniform:
-        return model.attn_pool(x) if model.attn_pool is not None else _reduce(model.global_pool, x, x, x.shape[1])
+        return (
+            model.attn_pool(x)
+            if model.attn_pool is not None
+            else _reduce(model.global_pool, x, x, x.shape[1])
+        )
     column = torch.arange(x.shape[1], device=x.device) + skip
     absent = column >= tokens.seqlens[:, None]
     if model.attn_pool is not None:
@@ -38,7 +42,7 @@ def pool(model: Any, tokens: RaggedTokens) -> Tensor:
 
 
 def _reduce(kind: str, x: Tensor, bounded: Tensor, count: int | Tensor) -> Tensor:
-    """timm's "avg", "max" and "avgmax"; absent rows are 0 in `x` and -inf in `bounded`."""
+    """Timm's "avg", "max" and "avgmax"; absent rows are 0 in `x` and -inf in `bounded`."""
     if kind == "max":
         return bounded.amax(1)
     mean = x.sum(1) / count

@@ -150,7 +150,9 @@ class RaggedTokens:
         """
         values = self.x if values is None else values
         if self.uniform:
-            return values[: self.batch_size * self.max_seqlen].unflatten(0, (self.batch_size, self.max_seqlen))
+            return values[: self.batch_size * self.max_seqlen].unflatten(
+                0, (self.batch_size, self.max_seqlen)
+            )
         column = torch.arange(self.max_seqlen, device=values.device)
         rows = (self.cu_seqlens[:-1, None] + column).clamp(max=values.shape[0] - 1)
         absent = column >= self.seqlens[:, None]

@@ -153,7 +153,9 @@ class Trace:
         """
         plans = {tuple((s.layer, s.site, s.policy) for s in trace.stages) for trace in traces}
         if len(plans) != 1:
-            raise ValueError(f"Trace: traces to join must have the same stages, got {len(plans)} different plans")
+            raise ValueError(
+                f"Trace: traces to join must have the same stages, got {len(plans)} different plans"
+            )
         stages = tuple(_join_stages(parts) for parts in zip(*(trace.stages for trace in traces)))
         return cls(
             stages=stages,
@@ -188,12 +190,13 @@ def _join_stages(parts: Sequence[Stage]) -> Stage:
     into = [part.mask.merge_into for part in parts]
     # An image batch that had nothing to fold has no `merge_into`: there, what stays is its own heir.
     if any(each is not None for each in into):
-        joined["merge_into"] = torch.cat(
-            [_shifted(part.mask, offset) for part, offset in zip(parts, first)]
-        )
+        joined["merge_into"] = torch.cat([_shifted(part.mask, offset) for part, offset in zip(parts, first)])
         weights = [part.mask.merge_weight for part in parts]
         joined["merge_weight"] = torch.cat(
-            [torch.ones_like(part.mask.keep, dtype=torch.float32) if w is None else w for part, w in zip(parts, weights)]
+            [
+                torch.ones_like(part.mask.keep, dtype=torch.float32) if w is None else w
+                for part, w in zip(parts, weights)
+            ]
         )
     rows = {part.mask.rows_per_image for part in parts}
     joined["rows_per_image"] = rows.pop() if len(rows) == 1 and tokens.uniform else None

@@ -55,7 +55,7 @@ class RaggedViT(nn.Module):
         grad_checkpointing: Whether training recomputes the halves of the blocks. Decisions are never recomputed.
     """
 
-    def __init__(self, model: nn.Module, policies: Sequence[PruningPolicy], backend: str = "auto") -> None:
+    def __init__(self, model: Any, policies: Sequence[PruningPolicy], backend: str = "auto") -> None:
         """Check that all fits together and set the policies up; see `prune`."""
         super().__init__()
         check_architecture(model)
@@ -154,7 +154,9 @@ class RaggedViT(nn.Module):
             One forward pass with a read-back after each half-block.
         """
         culprit: list[str] = []
-        halves = [f"block {layer}, {half}" for layer in range(self.info.depth) for half in ("attention", "mlp")]
+        halves = [
+            f"block {layer}, {half}" for layer in range(self.info.depth) for half in ("attention", "mlp")
+        ]
         seen = iter(["the embedding", *halves])
 
         def look(event: Stage | RaggedTokens) -> None:
@@ -200,7 +202,7 @@ class RaggedViT(nn.Module):
         record: Callable[[Stage | RaggedTokens], None],
     ) -> tuple[RaggedTokens, AttentionState | None]:
         """Let the policies of one place decide and move; the attention is gone once rows have moved."""
-        for number, policy in enumerate(self.policies):
+        for number, policy in enumerate(self._policies()):
             if policy.site != site or layer not in policy.layers:
                 continue
             mask = policy(tokens, attention, layer)
@@ -214,31 +216,40 @@ class RaggedViT(nn.Module):
             return checkpoint(half, block, tokens, use_reentrant=False, **settings)
         return half(block, tokens, **settings)
 
+    def _policies(self) -> list[PruningPolicy]:
+        return list(self.policies)  # type: ignore[arg-type]
+
     def _needs(self, layer: int) -> frozenset[str]:
         """Parts of a block's attention that a policy reads right after it."""
         reads = (
             policy.needs
-            for policy in self.policies
+            for policy in self._policies()
             if layer + (policy.site == "before_block") in policy.layers
         )
         return frozenset[str]().union(*reads)
 
     def _check_policies(self) -> None:
-        agreed = {(p.exempt_self, p.softmax_eps) for p in self.policies if p.layers}
+        agreed = {(p.exempt_self, p.softmax_eps) for p in self._policies() if p.layers}
         if len(agreed) > 1:
             raise ValueError(
                 "RaggedViT: policies must agree on exempt_self and softmax_eps, which act on the whole walk, "
                 f"got {sorted(agreed)}; use one of them at a time"
             )
+        self.exempt_self: bool
+        self.softmax_eps: float
         self.exempt_self, self.softmax_eps = agreed.pop() if agreed else (False, 0.0)
         moved: dict[tuple[int, str], PruningPolicy] = {}
-        for policy in self.policies:
+        for policy in self._policies():
             for layer in policy.layers:
                 here: tuple[int, str] = (layer, policy.site)
                 earlier = (here, (layer - 1, "after_attention"))[: 1 + (policy.site == "before_block")]
                 blocker = next((moved[place] for place in earlier if place in moved), None)
                 if policy.needs and (blocker is not None or (layer, policy.site) == (0, "before_block")):
-                    reason = "no attention has run yet" if blocker is None else f"{type(blocker).__name__} moves rows"
+                    reason = (
+                        "no attention has run yet"
+                        if blocker is None
+                        else f"{type(blocker).__name__} moves rows"
+                    )
                     raise ValueError(
                         f"{type(policy).__name__}: an attention on the present rows is needed at layer {layer}, "
                         f"but {reason} just before; choose another layer or site"
@@ -254,7 +265,7 @@ class RaggedViT(nn.Module):
 
     @property
     def pretrained_cfg(self) -> Any:
-        """timm's data configuration of the weights."""
+        """Timm's data configuration of the weights."""
         return self.model.pretrained_cfg
 
     @property
@@ -267,7 +278,7 @@ class RaggedViT(nn.Module):
         return {f"model.{name}" for name in self.model.no_weight_decay()}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """timm's parameter groups for layer-wise learning rates, under the prefix; a policy's go with the head."""
+        """Timm's parameter groups for layer-wise learning rates, under the prefix; a policy's go with the head."""
 
         def prefixed(pattern: Any) -> Any:
             if isinstance(pattern, str):
@@ -303,7 +314,7 @@ class RaggedViT(nn.Module):
         save_file({name: value.cpu().contiguous() for name, value in self.model.state_dict().items()}, path)
 
 
-def check_architecture(model: nn.Module) -> None:
+def check_architecture(model: Any) -> None:
     """Raise unless the walk computes exactly what this model computes.
 
     Raises:
@@ -330,7 +341,7 @@ def check_architecture(model: nn.Module) -> None:
 
 
 def _drop_patches(module: PatchDropout, x: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
-    """timm's patch dropout, told by row numbers so that each row's patch stays known."""
+    """Timm's patch dropout, told by row numbers so that each row's patch stays known."""
     batch, rows, channels = x.shape
     numbers = torch.arange(rows, device=x.device, dtype=torch.float64).expand(batch, rows)[..., None]
     kept = module(numbers)[..., 0].long()

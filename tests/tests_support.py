@@ -1,5 +1,7 @@
 """What several test files build on."""
 
+from typing import Any
+
 import timm
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ def rows_of(tokens: RaggedTokens, image: int) -> list[int]:
     return list(range(int(tokens.cu_seqlens[image]), int(tokens.cu_seqlens[image + 1])))
 
 
-def small_vit(name: str = "vit_tiny_patch16_224", **settings) -> nn.Module:  # type: ignore[no-untyped-def]
+def small_vit(name: str = "vit_tiny_patch16_224", **settings: Any) -> Any:
     """A timm ViT of four narrow blocks on a 6 x 6 grid, in double precision, no parameter left at 0 or 1."""
     defaults = {"img_size": 96, "depth": 4, "embed_dim": 48, "num_heads": 3, "num_classes": 10}
     torch.manual_seed(0)
@@ -33,6 +35,8 @@ def randomise(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 # Sharp enough attention for scores to differ.
-                parameter.normal_(std=0.5 if "pos_embed" in name or "token" in name else parameter[0].numel() ** -0.5)
+                parameter.normal_(
+                    std=0.5 if "pos_embed" in name or "token" in name else parameter[0].numel() ** -0.5
+                )
             else:
                 parameter.uniform_(0.5, 1.5)

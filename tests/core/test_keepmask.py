@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_support import dense_tokens, rows_of
 
 from prunevit import KeepMask, RaggedTokens, rank, sample, threshold, top_k, top_p
 from prunevit.keepmask import keep_count, keep_everything
-from tests_support import dense_tokens, rows_of
 
 
 def kept_patches(tokens: RaggedTokens, mask: KeepMask, image: int) -> list[int]:
@@ -20,7 +20,9 @@ def kept_patches(tokens: RaggedTokens, mask: KeepMask, image: int) -> list[int]:
 @given(
     st.integers(1, 9), st.integers(0, 2), st.integers(1, 4), st.integers(0, 9999), st.sampled_from([0, 1, 3])
 )
-def test_rank_orders_by_score_then_by_row(patches: int, prefix: int, batch: int, seed: int, levels: int) -> None:
+def test_rank_orders_by_score_then_by_row(
+    patches: int, prefix: int, batch: int, seed: int, levels: int
+) -> None:
     torch.manual_seed(seed)
     tokens = dense_tokens(batch, patches, prefix)
     score = torch.randn(batch * (prefix + patches))

@@ -36,7 +36,11 @@ def imports(path: Path, typing_only: bool = True) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: import by the full name"
             found.add(node.module or "")
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "prunevit" else set()
+            found |= (
+                {f"{node.module}.{alias.name}" for alias in node.names}
+                if node.module == "prunevit"
+                else set()
+            )
     return found
 
 
@@ -52,7 +56,9 @@ def folder_of(module: str) -> str | None:
 def test_import_arrows(folder: str) -> None:
     for path in sources(folder):
         for module in imports(path):
-            assert module.split(".")[0] not in MAY_IMPORT.keys() - {"prunevit"}, f"{path}: import prunevit.{module}"
+            assert module.split(".")[0] not in MAY_IMPORT.keys() - {"prunevit"}, (
+                f"{path}: import prunevit.{module}"
+            )
             target = folder_of(module)
             assert target is None or target in MAY_IMPORT[folder], f"{path} may not import {module}"
 
@@ -60,7 +66,9 @@ def test_import_arrows(folder: str) -> None:
 @pytest.mark.parametrize("folder", ["kernels", "prunevit", "policies"])
 def test_the_core_needs_torch_and_timm_only(folder: str) -> None:
     for path in sources(folder):
-        outside = {module.split(".")[0] for module in imports(path)} - set(sys.stdlib_module_names) - {"prunevit"}
+        outside = (
+            {module.split(".")[0] for module in imports(path)} - set(sys.stdlib_module_names) - {"prunevit"}
+        )
         assert outside <= CORE_PACKAGES, path
         assert folder != "kernels" or "timm" not in outside, path
 

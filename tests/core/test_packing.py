@@ -42,15 +42,18 @@ def pack_by_hand(tokens: RaggedTokens, mask: KeepMask) -> list[list[tuple[Tensor
     for image in range(tokens.batch_size):
         rows = [row for row in range(len(tokens.image_id)) if tokens.image_id[row] == image]
         stay = [row for row in rows if mask.keep[row] or tokens.source[row] < 0]
-        if mask.order is not None:
-            stay.sort(key=lambda row: float(mask.order[row]))
+        order = mask.order
+        if order is not None:
+            stay.sort(key=lambda row, order=order: float(order[row]))  # type: ignore[misc]
         out = []
         for row in stay:
             members = [row]
             if mask.merge_into is not None:
                 members = [other for other in rows if mask.merge_into[other] == row]
             weight = mask.merge_weight if mask.merge_weight is not None else torch.ones(len(tokens.image_id))
-            features = sum((float(weight[m]) * tokens.x[m] for m in members), torch.zeros(3, dtype=torch.float64))
+            features = sum(
+                (float(weight[m]) * tokens.x[m] for m in members), torch.zeros(3, dtype=torch.float64)
+            )
             own = mask.size if mask.size is not None else tokens.sizes
             key = 1.0 if mask.key_weight is None else sum(float(mask.key_weight[m]) for m in members)
             out.append((features, int(tokens.source[row]), sum(float(own[m]) for m in members), key))
@@ -76,7 +79,9 @@ def test_pack_equals_walking_over_lists(data: st.DataObject) -> None:
         first = tokens.start + PREFIX
         into = torch.where(keep, torch.arange(rows), torch.where(torch.rand(rows) < 0.7, first, -1))
         into = torch.where(tokens.live, into, -1)
-        mask = replace(mask, merge_into=into, merge_weight=torch.rand(rows).double(), key_weight=torch.rand(rows))
+        mask = replace(
+            mask, merge_into=into, merge_weight=torch.rand(rows).double(), key_weight=torch.rand(rows)
+        )
     capacity = data.draw(st.sampled_from([None, int(keep.sum()), int(keep.sum()) + 3]))
 
     packed = pack(tokens, mask, capacity)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests_support import small_vit
 
 import prunevit
 from prunevit import Trace
 from prunevit.policies import EViT, RandomPruning, ThresholdL2, ToMe, TopK, TopP, replay
-from tests_support import small_vit
 
 IMAGES = torch.randn(4, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
@@ -61,7 +61,10 @@ def test_without_stages_every_patch_is_its_own_heir() -> None:
 def test_replay_repeats_a_trace_for_any_batch(policies, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     model = small_vit()
     pruned = prunevit.prune(model, policies)
-    parts = [pruned.trace(IMAGES[:1], torch.tensor([10])), pruned.trace(IMAGES[1:], torch.tensor([11, 12, 13]))]
+    parts = [
+        pruned.trace(IMAGES[:1], torch.tensor([10])),
+        pruned.trace(IMAGES[1:], torch.tensor([11, 12, 13])),
+    ]
     Trace.cat(parts).save(tmp_path / "trace.pt")
     trace = Trace.load(tmp_path / "trace.pt")
     torch.testing.assert_close(trace.logits, torch.cat([part.logits for part in parts]))

@@ -1,17 +1,18 @@
 """The walk equals timm's own forward; what timm's training code asks of a model is forwarded."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
+from tests_support import small_vit
 from timm.models.vision_transformer import ParallelScalingBlock
 from timm.optim import param_groups_layer_decay
 
 import prunevit
 from prunevit import KeepMask, PruningPolicy
 from prunevit.policies import EViT, NoPruning, TopK, TopP
-from tests_support import small_vit
 
 VARIANTS = {
     "cls": {},
@@ -100,6 +101,15 @@ def test_stochastic_depth_draws_for_each_image() -> None:
     assert len(pruned.forward_features(images).to_padded().flatten(1).round(decimals=8).unique(dim=0)) == 1
 
 
+def test_attention_dropout_is_refused_in_training_alone() -> None:
+    model = small_vit(attn_drop_rate=0.1)
+    images = torch.randn(1, 3, 96, 96, dtype=torch.float64)
+    pruned = prunevit.prune(model, NoPruning())
+    torch.testing.assert_close(pruned(images), model(images), rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match=r"attention dropout in training must be 0, got 0\.1"):
+        pruned.train()(images)
+
+
 def test_patch_dropout_keeps_track_of_the_patches() -> None:
     model = small_vit(patch_drop_rate=0.5)
     pruned = prunevit.prune(model, NoPruning())
@@ -128,10 +138,14 @@ def test_layer_decay_groups_are_those_of_the_bare_model() -> None:
     model = small_vit(reg_tokens=2)
     pruned = prunevit.prune(model, NoPruning())
 
-    def groups(of: torch.nn.Module, prefix: str) -> list[tuple[float, float, set[str]]]:
+    def groups(of: Any, prefix: str) -> list[tuple[float, float, list[str]]]:
         names = {id(p): n.removeprefix(prefix) for n, p in of.named_parameters()}
-        found = param_groups_layer_decay(of, weight_decay=0.05, layer_decay=0.7, no_weight_decay_list=of.no_weight_decay())
-        return sorted((g["lr_scale"], g["weight_decay"], sorted(names[id(p)] for p in g["params"])) for g in found)  # type: ignore[misc]
+        found = param_groups_layer_decay(
+            of, weight_decay=0.05, layer_decay=0.7, no_weight_decay_list=of.no_weight_decay()
+        )
+        return sorted(
+            (g["lr_scale"], g["weight_decay"], sorted(names[id(p)] for p in g["params"])) for g in found
+        )
 
     assert groups(pruned, "model.") == groups(model, "")
     assert len(groups(model, "")) > 8
@@ -203,7 +217,10 @@ def test_unsupported_architectures_are_refused_by_name(build, message: str) -> N
         (lambda: EViT((0.5, 0.4), (1, 2, 3)), "one for each of the 3 layers, got 2"),
         (lambda: EViT((0.5, 0.4), ":"), "one for each of the 4 layers, got 2"),
         (lambda: EViT(0.5, "all"), 'layers must be block numbers or a slice like "3:", got "all"'),
-        (lambda: EViT(0.5, score_source="head"), "score_source must be one of cls, prefix, received, got 'head'"),
+        (
+            lambda: EViT(0.5, score_source="head"),
+            "score_source must be one of cls, prefix, received, got 'head'",
+        ),
     ],
 )
 def test_bad_settings_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -216,7 +233,12 @@ def test_models_without_cls_need_an_explicit_score() -> None:
     with pytest.raises(ValueError, match='choose score_source="received"'):
         prunevit.prune(model, EViT(0.5, (1,)))
     pruned = prunevit.prune(model, EViT(0.5, (1, 2), score_source="received"))
-    assert pruned.trace(torch.randn(1, 3, 96, 96, dtype=torch.float64)).mlp_rows[:, 0].tolist() == [36, 19, 11, 11]
+    assert pruned.trace(torch.randn(1, 3, 96, 96, dtype=torch.float64)).mlp_rows[:, 0].tolist() == [
+        36,
+        19,
+        11,
+        11,
+    ]
 
 
 def test_two_policies_act_in_one_forward_and_must_not_blind_each_other() -> None:

@@ -10,14 +10,14 @@ from dense_threshold import norm_fixed_ratio, norm_threshold
 from dense_threshold import top_p as dense_top_p
 from dense_tome import tome
 from dense_topk import topk
+from tests_support import small_vit
 from torch import nn
 
 import prunevit
 from prunevit.policies import EViT, ThresholdL2, ToMe, TopK, TopP
 from prunevit.policy import PruningPolicy
-from tests_support import small_vit
 
-Dense = Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, Any]]
+Dense = Callable[[Any, torch.Tensor], tuple[torch.Tensor, Any]]
 
 CASES: dict[str, tuple[PruningPolicy, Dense]] = {
     "topk": (TopK(0.7, (1, 2, 3)), lambda m, x: topk(m, x, 0.7, (1, 2, 3))),
@@ -37,7 +37,10 @@ CASES: dict[str, tuple[PruningPolicy, Dense]] = {
         ThresholdL2(-0.3, (1, 3), "deviation"),
         lambda m, x: norm_threshold(m, x, -0.3, (1, 3), "mean_std"),
     ),
-    "norm-maximum": (ThresholdL2(0.8, (1, 3), "maximum"), lambda m, x: norm_threshold(m, x, 0.8, (1, 3), "max")),
+    "norm-maximum": (
+        ThresholdL2(0.8, (1, 3), "maximum"),
+        lambda m, x: norm_threshold(m, x, 0.8, (1, 3), "max"),
+    ),
     "norm-published": (ThresholdL2(0.5, (2,), "published"), lambda m, x: norm_fixed_ratio(m, x, 0.5, (2,))),
     "top-p": (TopP(0.8, (1, 2)), lambda m, x: dense_top_p(m, x, 0.8, (1, 2))),
 }
@@ -50,7 +53,9 @@ def gradients(model: nn.Module, logits: torch.Tensor) -> dict[str, torch.Tensor]
     return dict(zip(parameters, found))
 
 
-@pytest.mark.parametrize("architecture", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "registers"])
+@pytest.mark.parametrize(
+    "architecture", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "registers"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_policy_equals_its_dense_twin(name: str, architecture: str) -> None:
     settings = {"reg_tokens": 3, "init_values": 0.5} if architecture == "registers" else {}
