@@ -15,7 +15,7 @@ def require(condition: Tensor, message: str) -> None:
         ValueError: On a CPU, if the condition is false. A GPU stops with a device-side assertion at its next
             synchronisation.
     """
-    if condition.device.type != "cpu":
+    if condition.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(condition, message)
     elif not condition.item():
         raise ValueError(message)

@@ -119,16 +119,15 @@ def top_k(
     if of not in ("current", "initial"):
         raise ValueError(f'top_k: of must be "current" or "initial", got "{of}"')
     present = _present(tokens, within)
+    limit: int | Tensor = 1 if count is None else count
     if rate is not None:
-        base = present if of == "current" else tokens.grid[0] * tokens.grid[1]
-        count = keep_count(base, rate, rounding)
+        limit = keep_count(present if of == "current" else tokens.grid[0] * tokens.grid[1], rate, rounding)
     position = rank(tokens, score, within)
-    if isinstance(count, Tensor) or isinstance(present, Tensor):
-        if not isinstance(count, Tensor):
-            count = torch.full_like(tokens.seqlens, count)
-        return _selected(tokens, position < _by_image(tokens, count.clamp(min=1)), within)
-    count = min(max(1, count), present)
-    return _selected(tokens, position < count, within, rows=tokens.num_prefix_tokens + count)
+    if isinstance(limit, int) and isinstance(present, int):
+        limit = min(max(1, limit), present)
+        return _selected(tokens, position < limit, within, rows=tokens.num_prefix_tokens + limit)
+    limits = limit if isinstance(limit, Tensor) else torch.full_like(tokens.seqlens, limit)
+    return _selected(tokens, position < _by_image(tokens, limits.clamp(min=1)), within)
 
 
 def threshold(

@@ -219,7 +219,7 @@ def _join_tokens(parts: Sequence[RaggedTokens]) -> RaggedTokens:
         boundaries.append(part.cu_seqlens[1:] + rows)
         image_id.append(part.image_id + images)
         images, rows = images + part.batch_size, rows + part.x.shape[0]
-    joined = {
+    joined: dict[str, Any] = {
         name: None if getattr(parts[0], name) is None else torch.cat([getattr(part, name) for part in parts])
         for name in ("x", "image_index", "source", "size", "key_weight", "soft")
     }

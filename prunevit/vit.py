@@ -52,6 +52,7 @@ class RaggedViT(nn.Module):
         policies: The policies, in order.
         backend: Attention backend.
         info: What the policies know of the model.
+        needs: For each block, what its attention has to emit for the policies.
         grad_checkpointing: Whether training recomputes the halves of the blocks. Decisions are never recomputed.
     """
 
@@ -76,6 +77,11 @@ class RaggedViT(nn.Module):
         for policy in policies:
             policy.setup(self.info)
         self._check_policies()
+        # What a policy reads before a block was emitted by the block before it.
+        self.needs = [
+            frozenset().union(*(p.needs for p in policies if layer + (p.site == "before_block") in p.layers))
+            for layer in range(self.info.depth)
+        ]
         self.train(model.training)
 
     def forward(self, images: Tensor, image_index: Tensor | None = None) -> Tensor:
@@ -183,7 +189,7 @@ class RaggedViT(nn.Module):
                 block,
                 tokens,
                 backend=self.backend,
-                needs=self._needs(layer),
+                needs=self.needs[layer],
                 exempt_self=self.exempt_self,
                 softmax_eps=self.softmax_eps,
             )
@@ -218,15 +224,6 @@ class RaggedViT(nn.Module):
 
     def _policies(self) -> list[PruningPolicy]:
         return list(self.policies)  # type: ignore[arg-type]
-
-    def _needs(self, layer: int) -> frozenset[str]:
-        """Parts of a block's attention that a policy reads right after it."""
-        reads = (
-            policy.needs
-            for policy in self._policies()
-            if layer + (policy.site == "before_block") in policy.layers
-        )
-        return frozenset[str]().union(*reads)
 
     def _check_policies(self) -> None:
         agreed = {(p.exempt_self, p.softmax_eps) for p in self._policies() if p.layers}
