@@ -1,0 +1,227 @@
+"""Composition of a configuration: a verb's YAML, the groups it names, a user's YAML, the command line.
+
+Later layers win. A group (`model`, `policy`, `data`, `logger`) is chosen by name (`policy=evit` reads
+`configs/policy/evit.yaml`) and refined by dotted keys (`policy.keep_rate=0.5`), in whatever order they stand.
+All problems are gathered and raised together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from prunevit.experiments.config import GROUPS, InputError, RunConfig, first_line, leaves
+
+CONFIGS = files("prunevit.configs")
+Tree = dict[str, Any]
+
+
+def compose(verb: str, schema: type, arguments: list[str]) -> Any:
+    """Make the configuration of one run.
+
+    Args:
+        verb: Its file is `configs/<verb>.yaml`.
+        schema: The dataclass that holds it.
+        arguments: `key=value` words of the command line; `config=FILE` reads a YAML first.
+
+    Returns:
+        An instance of `schema`.
+
+    Raises:
+        InputError: With a line for each problem found.
+    """
+    problems: list[str] = []
+    tree: Tree = {}
+    known = {each.name for each in fields(schema)}
+    overrides = _parse(arguments, problems)
+    user_file = overrides.pop("config", None)
+    chosen = {name: value for name, value in overrides.items() if name in GROUPS}
+    for layer in (read_yaml(f"{verb}.yaml"), _read_user_file(user_file, problems), chosen):
+        _merge_layer(tree, layer, known, problems)
+    unknown = {line.partition(":")[0] for line in problems}
+    for name in overrides:
+        # Keys of a group that does not exist mean nothing.
+        if name not in chosen and name.partition(".")[0] not in unknown:
+            _set(tree, name, overrides[name], problems)
+    return _finish(tree, schema, problems)
+
+
+def read_yaml(name: str) -> Tree:
+    """Read one of the shipped files.
+
+    Args:
+        name: Path under `configs/`.
+    """
+    return _plain(CONFIGS.joinpath(name).read_text(encoding="utf-8"))
+
+
+def group_names(group: str) -> list[str]:
+    """List the files of a group, without `.yaml`."""
+    found = (entry.name for entry in CONFIGS.joinpath(group).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """Say which of `names` a misspelt one is closest to.
+
+    Args:
+        name: What was given.
+        names: What exists.
+    """
+    by_last_part = {each.rsplit(".", 1)[-1]: each for each in reversed(names)}
+    close = get_close_matches(name, names, n=1) or [
+        by_last_part[each] for each in get_close_matches(name.rsplit(".", 1)[-1], by_last_part, n=1)
+    ]
+    if close:
+        return f"the nearest is {close[0]}"
+    return "known: " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+
+
+def _plain(text: str) -> Tree:
+    """Parse YAML by OmegaConf's rules (1e-3 is a number), interpolations untouched."""
+    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    if not isinstance(tree, dict):
+        raise yaml.YAMLError("key: value lines are expected")
+    return {str(name): value for name, value in tree.items()}
+
+
+def _parse(arguments: list[str], problems: list[str]) -> Tree:
+    overrides = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or not name:
+            problems.append(f"{argument}: an argument must be key=value")
+            continue
+        try:
+            overrides[name] = _plain(f"value: {value or 'null'}")["value"]
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            if value[0] in "[{\"'$":
+                problems.append(f"{name}: must be a YAML value, got {value} ({first_line(error)})")
+            else:  # text with a colon, as in policy.layers=3:
+                overrides[name] = value
+    return overrides
+
+
+def _read_user_file(path: object, problems: list[str]) -> Tree:
+    if path is None:
+        return {}
+    try:
+        return _plain(Path(str(path)).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        problems.append(f"config: must be a readable YAML file, got {path} ({first_line(error)})")
+        return {}
+
+
+def _merge_layer(tree: Tree, layer: Tree, known: set[str], problems: list[str]) -> None:
+    """Lay one file, or the groups chosen on the command line, over the tree."""
+    for name, value in layer.items():
+        if name in GROUPS and name in known:
+            _merge_group(tree, name, value, problems)
+        else:
+            tree[name] = value
+
+
+def _merge_group(tree: Tree, group: str, value: Any, problems: list[str]) -> None:
+    """A name reads that file; a mapping with a name stands alone; one without refines what is there."""
+    if isinstance(value, dict):
+        tree[group] = value if "name" in value else {**tree.get(group, {}), **value}
+    elif value in group_names(group):
+        tree[group] = read_yaml(f"{group}/{value}.yaml")
+    elif group == "policy" and ":" in str(value):
+        tree[group] = {"name": value}
+    elif group == "model" and _is_timm_name(str(value)):
+        tree[group] = {**read_yaml("model/timm.yaml"), "name": value}
+    else:
+        names = group_names(group)
+        if group == "model":
+            import timm
+
+            names = names + timm.list_models()
+        problems.append(f"{group}: unknown name, got {value}; {nearest(str(value), names)}")
+
+
+def _is_timm_name(name: str) -> bool:
+    import timm
+
+    return name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) or timm.is_model(name)
+
+
+def _set(tree: Tree, name: str, value: Any, problems: list[str]) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            problems.append(f"{name}: unknown key; {part} is a value, not a group")
+            return
+    if last:
+        tree[last] = value
+
+
+def _flat(tree: Tree, schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Walk the tree down to the keys of the schema."""
+    nested = {f.name: f.default_factory for f in fields(schema) if is_dataclass(f.default_factory)}
+    for name, value in tree.items():
+        inner = nested.get(name)
+        if isinstance(inner, type) and isinstance(value, dict):
+            yield from _flat(value, inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _finish(tree: Tree, schema: type, problems: list[str]) -> Any:
+    """Check everything that can be checked before a model is built, and raise all problems at once."""
+    config = _typed(tree, schema, problems)
+    problems += [line for name, each in leaves(schema).items() for line in _out_of_bounds(config, name, each)]
+    if "policy" in tree:
+        problems += _policy_problems(config)
+    if problems:
+        raise InputError(*problems)
+    OmegaConf.resolve(config)
+    typed = OmegaConf.to_object(config)
+    if isinstance(typed, RunConfig) and (lines := typed.problems()):
+        raise InputError(*lines)
+    return typed
+
+
+def _typed(tree: Tree, schema: type, problems: list[str]) -> DictConfig:
+    """Put every value into the schema, noting each that does not fit and each that is missing."""
+    config, known = OmegaConf.structured(schema), leaves(schema)
+    policy_keys = [f"policy.{name}" for name in tree.get("policy", {})]
+    for name, value in _flat(tree, schema):
+        if name not in known:
+            problems.append(f"{name}: unknown key; {nearest(name, [*known, *policy_keys])}")
+            continue
+        try:
+            OmegaConf.update(config, name, value)
+        except ValidationError as error:
+            problems.append(f"{name}: {first_line(error)}")
+    problems += [f"{name}: must be set" for name in sorted(OmegaConf.missing_keys(config))]
+    return config
+
+
+def _policy_problems(config: DictConfig) -> list[str]:
+    from prunevit.experiments.policy_spec import policy_problems
+
+    try:
+        return policy_problems(_plain(OmegaConf.to_yaml(config.policy, resolve=True)))
+    except OmegaConfBaseException as error:
+        return [f"{error.full_key}: {first_line(error)}"]
+
+
+def _out_of_bounds(config: DictConfig, name: str, declared: Field[Any]) -> list[str]:
+    try:
+        value = OmegaConf.select(config, name, default=None)
+    except OmegaConfBaseException as error:
+        return [f"{name}: {first_line(error)}"]
+    low, choices = declared.metadata["low"], declared.metadata["choices"]
+    if value is not None and low is not None and value < low:
+        return [f"{name}: must be at least {low}, got {value}"]
+    if value is not None and choices and value not in choices:
+        return [f"{name}: must be one of {', '.join(choices)}, got {value}"]
+    return []

@@ -1,0 +1,180 @@
+# ruff: noqa: RUF009 (`key` and `group` return dataclass fields)
+"""The schema of the configuration: every key with its type, default, bounds and meaning.
+
+`compose` fills these classes from the YAML files and the command line. A verb's schema extends `RunConfig`.
+"""
+
+import os
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+GROUPS = ("model", "policy", "data", "logger")
+PRECISIONS = ("32-true", "16-true", "bf16-true", "64-true", "16-mixed", "bf16-mixed")
+
+
+class InputError(ValueError):
+    """Wrong input of the user: one clear line for each problem, exit code 2, no traceback."""
+
+    def __init__(self, *problems: str) -> None:
+        """Take one line for each problem."""
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def key(default: Any, help: str, *, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """Declare a key of the configuration.
+
+    Args:
+        default: Its value when nobody sets it.
+        help: What `--help` says.
+        low: Smallest value allowed.
+        choices: The only values allowed.
+    """
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
+
+
+def group(schema: type, help: str) -> Any:
+    """Declare a group: a nested schema that one file of `configs/<group>/` fills."""
+    return field(default_factory=schema, metadata={"help": help, "low": None, "choices": ()})
+
+
+@dataclass
+class ModelConfig:
+    """What `configs/model/*.yaml` may say."""
+
+    name: str = key(MISSING, "timm architecture, hf-hub:OWNER/NAME, or sample (the bundled one)")
+    pretrained: bool = key(True, "trained weights; false: random weights")
+    img_size: Any = key(None, "input size, px or [height, width]; null: the model's own")
+    num_classes: int | None = key(None, "classes of the head; null: the model's own", low=1)
+
+
+@dataclass
+class DataConfig:
+    """What `configs/data/*.yaml` may say."""
+
+    name: str = key(MISSING, "the name in reports; sample: the bundled photos")
+    dataset: str = key(
+        "", "name for timm.data.create_dataset: hfds/NAME, wds/NAME; empty: folder or .tar at root"
+    )
+    root: str | None = key(
+        None, "folder of class folders, flat ImageNet folder, .tar file, or cache of the dataset"
+    )
+    split: str = key("validation", "split; a folder of that name inside root is found by itself")
+    class_map: str | None = key(None, "text file: class folder names, a line each, in the order of the head")
+    ground_truth: str | None = key(
+        None, "labels of a flat folder: lines of 'file label', or a label for each number"
+    )
+    real_labels: str | None = key(
+        None, "ReaL labels (JSON list of lists) for ILSVRC2012_val files; timm: its copy"
+    )
+    num_images: int | None = key(
+        None, "evaluate so many images, evenly spaced over the set; null: all", low=1
+    )
+    on_error: str = key(
+        "raise", "what an unreadable image does: stop, or be counted", choices=("raise", "skip")
+    )
+    num_workers: int = key(2, "processes that read and transform", low=0)
+
+
+@dataclass
+class LoggerConfig:
+    """What `configs/logger/*.yaml` may say. null: wandb and its environment decide."""
+
+    name: str = key("none", "none or wandb", choices=("none", "wandb"))
+    mode: str | None = key(None, "online, offline or disabled", choices=("online", "offline", "disabled"))
+    project: str | None = key(None, "wandb project")
+    entity: str | None = key(None, "wandb account or team")
+    group: str | None = key(None, "wandb group")
+    run_name: str | None = key(None, "name of the run")
+
+
+@dataclass
+class RunConfig:
+    """The keys of every verb that runs a model on images."""
+
+    model: ModelConfig = group(ModelConfig, "a file of configs/model, or a timm architecture")
+    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
+    data: DataConfig = group(DataConfig, "a file of configs/data")
+    logger: LoggerConfig = group(LoggerConfig, "a file of configs/logger")
+    weights: str | None = key(
+        None, "weights file of the model: safetensors, or a torch pickle of tensors only"
+    )
+    output_dir: str | None = key(None, "where the results go; null: outputs/<time>")
+    overwrite: bool = key(False, "replace results that are already in output_dir")
+    batch_size: int = key(16, "images a batch", low=1)
+    accelerator: str = key("auto", "where the model runs", choices=("auto", "cpu", "gpu"))
+    devices: int = key(1, "processes, one for each device", low=1)
+    precision: str = key("32-true", "Lightning's name of the number format", choices=PRECISIONS)
+    backend: str = key("auto", "attention kernel", choices=("auto", "triton", "padded", "reference"))
+    mode: str = key("eager", "how the models are executed", choices=("eager",))
+    seed: int = key(0, "seed of all draws; a policy that draws gets it unless policy.seed is set", low=0)
+    progress: bool = key(True, "show a progress bar")
+
+    def problems(self) -> list[str]:
+        """Say what this machine cannot do or what contradicts itself, a line each."""
+        import torch
+
+        gpus, lines = torch.cuda.device_count(), []
+        if self.accelerator == "gpu" and gpus == 0:
+            lines.append('accelerator: "gpu" needs a CUDA device, found none; use accelerator=cpu')
+        elif self.on_gpu and self.devices > gpus:
+            lines.append(f"devices: must be at most the {gpus} CUDA devices found, got {self.devices}")
+        if self.precision == "16-mixed" and not self.on_gpu:
+            lines.append('precision: "16-mixed" needs a CUDA device; use precision=bf16-mixed')
+        if self.backend == "triton" and not self.on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+            lines.append('backend: "triton" needs a CUDA device; use backend=auto or backend=padded')
+        size = self.model.img_size
+        sides = size if isinstance(size, list) and len(size) == 2 else [size]
+        if size is not None and not all(type(side) is int and side > 0 for side in sides):
+            lines.append(f"model.img_size: must be px or [height, width], got {size}")
+        return lines
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the models run on CUDA devices."""
+        import torch
+
+        return self.accelerator != "cpu" and torch.cuda.is_available()
+
+
+@dataclass
+class EvaluateConfig(RunConfig):
+    """The keys of `prunevit evaluate`."""
+
+    numeric_images: int = key(
+        64, "photos on which the backend is compared with the reference; 0: none", low=0
+    )
+    timing_s: float = key(6.0, "seconds for each of throughput and latency; 0: not measured", low=0)
+
+
+@dataclass
+class PoliciesConfig:
+    """The keys of `prunevit policies`: none."""
+
+
+def first_line(error: BaseException) -> str:
+    """Say in one line what an exception of another library says.
+
+    Args:
+        error: The exception.
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
+
+def leaves(schema: type, prefix: str = "") -> dict[str, Any]:
+    """List the fields of a schema by dotted key, nested ones in place of their group.
+
+    Args:
+        schema: A dataclass.
+        prefix: Put before each key.
+    """
+    found: dict[str, Any] = {}
+    for each in fields(schema):
+        inner = each.default_factory
+        if isinstance(inner, type) and is_dataclass(inner):
+            found |= leaves(inner, f"{prefix}{each.name}.")
+        else:
+            found[prefix + each.name] = each
+    return found

@@ -1,0 +1,112 @@
+"""All that is measured for one row: a pruned model beside the unpruned one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from prunevit import RaggedViT, Trace
+from prunevit.experiments.config import RunConfig
+from prunevit.experiments.metrics import Accuracy, Average, Count, LogitDeviation, RealAccuracy, RowCounts
+from prunevit.experiments.models import weights_name
+from prunevit.experiments.report import Row
+
+
+class Measures(nn.Module):
+    """The metrics of one pruned model beside the unpruned one."""
+
+    def __init__(self, depth: int, most_rows: int) -> None:
+        """Start at zero.
+
+        Args:
+            depth: Blocks of the model.
+            most_rows: Rows of an unpruned image, prefix included.
+        """
+        super().__init__()
+        self.most_rows = most_rows
+        self.accuracy, self.dense_accuracy = Accuracy(), Accuracy()
+        self.real, self.dense_real = RealAccuracy(), RealAccuracy()
+        self.effect, self.numeric = LogitDeviation(), LogitDeviation()
+        self.rows, self.macs, self.policy_macs = RowCounts(depth, most_rows), Average(), Average()
+        self.skipped = Count()
+
+    def add(self, dense: Tensor, trace: Trace, targets: Tensor, walk: Tensor, policy: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            dense: Logits of the unpruned model, `[B, K]`.
+            trace: What the pruned model did.
+            targets: Class indices, int64 `[B]`.
+            walk: MACs of the pruned model, `[B]`.
+            policy: MACs of its policies, `[B]`.
+        """
+        self.accuracy.update(trace.logits, targets)
+        self.dense_accuracy.update(dense, targets)
+        self.effect.update(trace.logits, dense)
+        self.rows.update(trace.mlp_rows)
+        self.macs.update(walk + policy)
+        self.policy_macs.update(policy)
+
+    def add_real(self, dense: Tensor, logits: Tensor, labels: Sequence[Sequence[int]]) -> None:
+        """Count a batch by its ReaL labels.
+
+        Args:
+            dense: Logits of the unpruned model, `[B, K]`.
+            logits: Logits of the pruned model, `[B, K]`.
+            labels: The right classes of each image, possibly none.
+        """
+        self.real.update(logits, labels)
+        self.dense_real.update(dense, labels)
+
+    def results(self) -> Row:
+        """Add the processes up and name the figures."""
+        dense, effect, numeric, rows = (
+            each.compute() for each in (self.dense_accuracy, self.effect, self.numeric, self.rows)
+        )
+        names = ("max_abs", "mean_abs", "kl", "cosine")
+        return {
+            **self.accuracy.compute(),
+            "skipped": self.skipped.compute(),
+            **{f"dense_{name}": value for name, value in dense.items() if name != "images"},
+            "real_top1": self.real.compute(),
+            "dense_real_top1": self.dense_real.compute(),
+            "agreement": effect["agreement"],
+            **{f"logit_{name}": effect[name] for name in names},
+            "numeric_max_abs": numeric["max_abs"],
+            "numeric_agreement": numeric["agreement"],
+            **{f"tokens_{name}": rows[name] for name in ("mean", "p5", "p95")},
+            "tokens_by_block": rows["by_block"],
+            "dense_tokens": self.most_rows,
+            "gmacs": self.macs.compute() / 1e9,
+            "policy_gmacs": self.policy_macs.compute() / 1e9,
+        }
+
+
+def describe(config: RunConfig, pruned: RaggedViT) -> Row:
+    """The part of a row that is not measured.
+
+    Args:
+        config: The configuration of the run.
+        pruned: The pruned model.
+    """
+    policy: Any = pruned.policies[0]
+    value = list(policy.knob_value) if isinstance(policy.knob_value, tuple) else policy.knob_value
+    height, width = pruned.model.patch_embed.img_size
+    weights = weights_name(config.model, config.weights, pruned.model)
+    return {
+        "policy": config.policy["name"],
+        "keep_rate": value if policy.knob == "keep_rate" else None,
+        "knob": policy.knob or None,
+        "knob_value": value,
+        "layers": list(policy.layers),
+        "model": config.model.name,
+        "weights": weights,
+        "trained": None if weights == "random" else "off-the-shelf",
+        "seed": config.seed,
+        "img_size": height if height == width else [height, width],
+        "batch_size": config.batch_size,
+        "mode": config.mode,
+        "backend": config.backend,
+        "accelerator": "gpu" if config.on_gpu else "cpu",
+        "precision": config.precision,
+    }

@@ -1,0 +1,256 @@
+"""What a run leaves behind: a table on the screen, and results.json, results.csv and config.yaml on disk."""
+
+import csv
+import io
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from prunevit.experiments.config import InputError, RunConfig
+
+SCHEMA = 1
+RESULTS = "results.json"  # written last: where it stands, the run is complete
+SPEED_COLUMNS = (
+    *(
+        "images_per_s",
+        "dense_images_per_s",
+        "speedup",
+        "latency_ms",
+        "dense_latency_ms",
+        "peak_mb",
+        "dense_peak_mb",
+    ),
+)
+COLUMNS = (
+    *(
+        "policy",
+        "keep_rate",
+        "knob",
+        "knob_value",
+        "layers",
+        "model",
+        "weights",
+        "trained",
+        "seed",
+        "img_size",
+    ),
+    *("images", "top1", "top1_low", "top1_high", "top5", "dense_top1", "dense_top5", "agreement"),
+    *("logit_max_abs", "logit_mean_abs", "logit_kl", "logit_cosine", "numeric_max_abs"),
+    *("tokens_mean", "tokens_p5", "tokens_p95", "gmacs", "policy_gmacs", "dense_gmacs"),
+    *SPEED_COLUMNS,
+    *("batch_size", "mode", "backend", "accelerator", "precision"),
+)
+Row = dict[str, Any]
+
+
+def choose_output_dir(config: RunConfig) -> Path:
+    """Settle where the results go, and make sure that they can go there, before anything expensive runs.
+
+    Args:
+        config: `output_dir` and `overwrite`.
+
+    Raises:
+        InputError: If the folder already holds results or cannot be written.
+    """
+    path = Path(config.output_dir or Path("outputs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    if (path / RESULTS).exists() and not config.overwrite:
+        raise InputError(f"output_dir: {path} already holds results; choose another or set overwrite=true")
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"output_dir: must be a folder that can be written, got {path} ({error.strerror})"
+        ) from error
+    return path
+
+
+def write_results(path: Path, config: RunConfig, rows: Sequence[Row]) -> None:
+    """Write the three files; each appears whole, and results.json last.
+
+    Args:
+        path: The output folder.
+        config: The configuration of the run.
+        rows: At least one row: `COLUMNS` and whatever detail was measured.
+
+    Raises:
+        InputError: If the disk does not take them.
+    """
+    settings = asdict(config)
+    content = {
+        "schema": SCHEMA,
+        "environment": environment(),
+        "config": settings,
+        "rows": [*map(finite, rows)],
+    }
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _replace(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
+        _replace(path / "results.csv", _table(rows))
+        _replace(path / RESULTS, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise InputError(
+            f"output_dir: the results could not be written to {path} ({error.strerror})"
+        ) from error
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON lacks by null, at any depth.
+
+    Args:
+        value: What is to be written.
+    """
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def environment() -> Row:
+    """Describe the machine and the versions that made the results."""
+    packages = ("torch", "triton", "timm", "lightning", "torchmetrics", "omegaconf", "wandb")
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return {
+        "prunevit": _version("prunevit"),
+        "commit": _commit(),
+        "command": shlex.join(sys.argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: _version(name) for name in packages},
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+def print_report(row: Row, console: Console | None = None) -> None:
+    """Show one row beside the unpruned model.
+
+    Args:
+        row: The row.
+        console: Where to print; the terminal by default.
+    """
+    console = console or Console()
+    console.print(
+        f"unpruned top-1 {row['dense_top1']:.2f} % on {row['images']} images "
+        f"({row['model']}, weights {row['weights']})",
+        soft_wrap=True,
+        highlight=False,
+    )
+    knob = f" {row['knob']}={row['knob_value']}" if row["knob"] else ""
+    table = Table(title=f"{row['policy']}{knob} layers={row['layers']}", title_style="bold")
+    for name in ("", "unpruned", "pruned"):
+        table.add_column(name, justify="right" if name else "left")
+    for label, dense, pruned in _lines(row):
+        if pruned != "-":
+            table.add_row(label, dense, pruned)
+    if row["accelerator"] == "cpu" and row["images_per_s"] is not None:
+        table.caption = "speeds on a CPU are not representative"
+    console.print(table)
+    if row["skipped"]:
+        console.print(f"unreadable images left out: {row['skipped']}", highlight=False)
+
+
+def _lines(row: Row) -> list[tuple[str, str, str]]:
+    """Label, unpruned and pruned figure of each line; "-" where there is none."""
+
+    def both(name: str, digits: int) -> tuple[str, str]:
+        return _number(row[f"dense_{name}"], digits), _number(row[name], digits)
+
+    def interval(name: str) -> str:
+        return f"{row[name]:.2f} ({row[f'{name}_low']:.1f} to {row[f'{name}_high']:.1f})"
+
+    tokens = f"{row['tokens_mean']:.1f} ({row['tokens_p5']:.1f} to {row['tokens_p95']:.1f})"
+    return [
+        ("top-1 % (95 % interval)", interval("dense_top1"), interval("top1")),
+        ("top-5 % (95 % interval)", interval("dense_top5"), interval("top5")),
+        ("ReaL top-1 %", *both("real_top1", 2)),
+        ("same first class %", "", _number(row["agreement"], 2)),
+        ("GMACs an image", *both("gmacs", 3)),
+        ("tokens a block (p5 to p95)", str(row["dense_tokens"]), tokens),
+        ("images/s", *both("images_per_s", 1)),
+        ("ms at batch 1", *both("latency_ms", 2)),
+        ("peak MB", *both("peak_mb", 0)),
+        (
+            "logits, policy: max, mean abs",
+            "",
+            f"{row['logit_max_abs']:.3g}, {row['logit_mean_abs']:.3g}",
+        ),
+        ("logits, policy: KL, cosine", "", f"{row['logit_kl']:.3g}, {row['logit_cosine']:.4f}"),
+        ("logits, numeric: max abs", "", _number(row["numeric_max_abs"], 7)),
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in map(finite, rows):
+        writer.writerow(
+            [json.dumps(row[name]) if isinstance(row[name], list) else row[name] for name in COLUMNS]
+        )
+    return text.getvalue()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write beside the target, then move into place: no reader sees half a file, and no crash leaves one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this file runs from, or None for an installed package."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+    except OSError:
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None

@@ -1,0 +1,44 @@
+"""Small image folders, and a command line that runs a small model on them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from prunevit.experiments.cli import main
+
+Folders = Callable[..., Path]
+Evaluate = Callable[..., int]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    """Make `root/<class>/<n>.png` photos of noise; `folders(cat=3, dog=2)` returns the root."""
+
+    def make(name: str = "photos", size: int = 40, **counts: int) -> Path:
+        root = tmp_path / name
+        generator = np.random.default_rng(0)
+        for folder, count in counts.items():
+            (root / folder).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 256, (size, size, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / folder / f"{number}.png")
+        return root
+
+    return make
+
+
+@pytest.fixture
+def evaluate() -> Evaluate:
+    """Run `prunevit evaluate` on timm's test_vit (6 blocks, 101 tokens, random weights)."""
+    fast = ["timing_s=0", "numeric_images=2", "progress=false", "data.num_workers=0", "batch_size=4"]
+    model = ["model=test_vit", "model.pretrained=false", "model.num_classes=3", "accelerator=cpu"]
+
+    def run(root: Path, output: Path, *overrides: str) -> int:
+        where = ["data=folder", f"data.root={root}", f"output_dir={output}"]
+        policy = [] if any(word.startswith("policy=") for word in overrides) else ["policy.layers=[1,3]"]
+        return main(["evaluate", *model, *where, *fast, *policy, *overrides])
+
+    return run

@@ -1,0 +1,240 @@
+"""The command line: help, the table of policies, and one clear line for everything that can be wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prunevit.experiments.cli import VERBS, main
+from prunevit.experiments.config import EvaluateConfig, leaves
+from prunevit.policies import POLICIES
+
+Folders = Callable[..., Path]
+Evaluate = Callable[..., int]
+
+
+def test_overview_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{name} " in text for name in VERBS)
+
+
+def test_no_verb_is_answered_with_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: prunevit VERB" in capsys.readouterr().out
+
+
+def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name}=" in text for name in leaves(EvaluateConfig) if name != "policy")
+    assert "batch_size=16 " in text
+    assert "policy.keep_rate=0.7" in text
+
+
+def test_policies_are_listed_with_what_running_them_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["policies"]) == 0
+    lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
+    assert set(POLICIES) <= set(lines)
+    assert "host" in lines["evit"]
+    assert "CLS token, prefix attention" in lines["evit"]
+    assert "ICLR 2022" in lines["evit"]
+    assert "device" in lines["top_p"]
+    assert "CLS token" not in lines["random"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evalute"], "unknown verb, got evalute; the nearest is evaluate"),
+        (["evaluate", "data.rot=/x"], "data.rot: unknown key; the nearest is data.root"),
+        (["evaluate", "policy=evti"], "policy: unknown name, got evti; the nearest is evit"),
+        (["evaluate", "model=deit_smal_patch16_224"], "model: unknown name, got deit_smal_patch16_224"),
+        (["evaluate", "data=imagnet"], "data: unknown name, got imagnet"),
+        (["evaluate", "policy.keep_rate=1.3"], "EViT: keep_rate must be in (0, 1], got 1.3"),
+        (["evaluate", "policy.keep_rate=0"], "EViT: keep_rate must be in (0, 1], got 0"),
+        (["evaluate", "policy.layers=[3,12]"], "EViT: layers must lie in 0..11"),
+        (["evaluate", "data=folder", "data.root=/nowhere"], "data.root: must exist, got /nowhere"),
+        (["evaluate", "model=swin_tiny_patch4_window7_224"], "got SwinTransformer"),
+        (["evaluate", "batch_size=0"], "batch_size: must be at least 1, got 0"),
+        (["evaluate", "output_dir=/dev/null/x"], "output_dir: must be a folder that can be written"),
+        (["evaluate", "weights=/nowhere.pth"], "weights: must be a file, got /nowhere.pth"),
+        (["evaluate", "accelerator=gpu"], 'accelerator: "gpu" needs a CUDA device'),
+        (["evaluate", "backend=triton"], 'backend: "triton" needs a CUDA device'),
+        (["evaluate", "precision=16-mixed"], 'precision: "16-mixed" needs a CUDA device'),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert line.startswith("prunevit: ")
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_problems_have_their_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "batch_size=0", "policy.foo=1", "seed=x"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+class Planted:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("code was run",))
+
+
+def spoil(kind: str, root: Path) -> list[str]:
+    """Make one thing wrong about a good folder of three classes; return the words that go with it."""
+    if kind in ("corrupt", "zero bytes"):
+        (root / "b" / "0.png").write_bytes(b"" if kind == "zero bytes" else b"\x89PNG\r\n\x1a\nrubbish")
+    elif kind == "empty":
+        for file in root.glob("*/*.png"):
+            file.unlink()
+    elif kind == "unknown class":
+        return ["model.num_classes=1000"]
+    elif kind == "classes":
+        return ["model.num_classes=4"]
+    elif kind == "other architecture":
+        import timm
+
+        torch.save(timm.create_model("test_vit2", num_classes=3).state_dict(), root.parent / "w.pth")
+        return [f"weights={root.parent / 'w.pth'}"]
+    elif kind == "pickle":
+        torch.save({"model": Planted()}, root.parent / "w.pth")
+        return [f"weights={root.parent / 'w.pth'}"]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("corrupt", "b/0.png: not a readable image"),
+        ("zero bytes", "b/0.png: not a readable image"),
+        ("empty", "data: no images found in"),
+        ("unknown class", 'data.root: class folders must be classes of the model, got "a"'),
+        ("classes", "data.root: must have a class folder for each of the 4 classes of the head, got 3"),
+        ("other architecture", "w.pth must fit test_vit, got"),
+        ("pickle", "w.pth"),
+    ],
+)
+def test_bad_files_are_one_line_and_leave_nothing(
+    kind: str,
+    message: str,
+    folders: Folders,
+    evaluate: Evaluate,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    root = folders(a=2, b=2, c=1)
+    words = spoil(kind, root)
+    assert evaluate(root, tmp_path / "out", *words) == 2
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert message in line
+    assert "code was run" not in output.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_unreadable_images_can_be_counted(
+    folders: Folders, evaluate: Evaluate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root = folders(a=2, b=2, c=1)
+    for name in ("a/1.png", "c/0.png"):
+        (root / name).write_bytes(b"")
+    assert evaluate(root, tmp_path / "out", "data.on_error=skip") == 0
+    assert "unreadable images left out: 2" in capsys.readouterr().out
+    for file in root.glob("*/*.png"):
+        file.write_bytes(b"")
+    assert evaluate(root, tmp_path / "none", "data.on_error=skip") == 2
+    assert "at least one image must be readable" in capsys.readouterr().err
+
+
+def test_nan_logits_name_the_block(
+    folders: Folders, evaluate: Evaluate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import timm
+
+    model: Any = timm.create_model("test_vit", num_classes=3)
+    with torch.no_grad():
+        model.blocks[2].mlp.fc2.bias[0] = torch.nan
+    torch.save(model.state_dict(), tmp_path / "nan.pth")
+    assert evaluate(folders(a=1, b=1, c=1), tmp_path / "out", f"weights={tmp_path / 'nan.pth'}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "logits: must be finite" in line
+    assert "block 2, mlp" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_are_not_replaced_unasked(
+    folders: Folders, evaluate: Evaluate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root, out = folders(a=1, b=1, c=1), tmp_path / "out"
+    assert evaluate(root, out) == 0
+    before = (out / "results.json").read_text()
+    assert evaluate(root, out, "seed=9") == 2
+    assert (out / "results.json").read_text() == before
+    assert evaluate(root, out, "seed=9", "overwrite=true") == 0
+    assert (out / "results.json").read_text() != before
+
+
+SLOW_POLICY = """
+import time
+from prunevit.policies import NoPruning, TopK
+
+class Slow(TopK):
+    def __init__(self):
+        super().__init__(0.5, [1])
+
+    def forward(self, tokens, attention, layer):
+        open("started", "w").close()
+        time.sleep(60)
+        return super().forward(tokens, attention, layer)
+"""
+
+
+def test_ctrl_c_leaves_nothing(folders: Folders, tmp_path: Path) -> None:
+    root = folders(a=2, b=2, c=1)
+    (tmp_path / "slow_policy.py").write_text(SLOW_POLICY)
+    words = ["evaluate", "model=test_vit", "model.pretrained=false", "model.num_classes=3", "data=folder"]
+    words += [f"data.root={root}", "policy=slow_policy:Slow", "output_dir=out", "progress=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "prunevit.experiments.cli",
+        *words,
+        "data.num_workers=0",
+        "accelerator=cpu",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "started").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.splitlines()[-1] == "prunevit: interrupted, nothing was written"
+    assert "Traceback" not in errors
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,138 @@
+"""Models and weights: every way to name them, and every way to be wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from prunevit.experiments.config import InputError, ModelConfig
+from prunevit.experiments.models import build_model, check_fit, weights_name
+from prunevit.policies import EViT, NoPruning, TopK
+
+NAME = "test_vit"
+
+
+def random_model(num_classes: int = 5) -> Any:
+    return timm.create_model(NAME, num_classes=num_classes)
+
+
+def config(**keys: Any) -> ModelConfig:
+    return ModelConfig(**{"name": NAME, **keys})
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "plain pickle", "checkpoint", "ema"])
+def test_a_weights_file_is_loaded(tmp_path: Path, kind: str) -> None:
+    source = random_model()
+    state = source.state_dict()
+    file = tmp_path / ("weights.safetensors" if kind == "safetensors" else "weights.pth")
+    if kind == "safetensors":
+        save_file(state, file)
+    else:
+        zeros = {name: torch.zeros_like(value) for name, value in state.items()}
+        content = {"plain pickle": state, "checkpoint": {"model": state, "epoch": 3}}
+        torch.save(content.get(kind, {"state_dict": zeros, "state_dict_ema": state}), file)
+    loaded = build_model(config(num_classes=5), str(file))
+    images = torch.randn(2, 3, 160, 160)
+    assert torch.equal(loaded(images), source.eval()(images))
+    assert not loaded.training
+
+
+class Planted:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("code was run",))
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"model": Planted()}, tmp_path / "evil.pth")
+    with pytest.raises(InputError, match="must be safetensors or a pickle of tensors only"):
+        build_model(config(), str(tmp_path / "evil.pth"))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["broken.safetensors", "broken.pth", "empty.pth", "list.pth"])
+def test_files_that_hold_no_weights(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"" if name == "empty.pth" else b"nothing of the kind")
+    if name == "list.pth":
+        torch.save([torch.zeros(3)], file)
+    with pytest.raises(InputError, match=f"weights: must be safetensors or a pickle.*{name}"):
+        build_model(config(), str(file))
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(InputError, match=r"weights: must be a file, got /nowhere\.safetensors"):
+        build_model(config(), "/nowhere.safetensors")
+
+
+def test_weights_of_another_architecture(tmp_path: Path) -> None:
+    save_file(timm.create_model("test_vit2", num_classes=5).state_dict(), tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"must fit test_vit, got .*missing"):
+        build_model(config(num_classes=5), str(tmp_path / "other.safetensors"))
+
+
+def test_weights_of_another_number_of_classes(tmp_path: Path) -> None:
+    save_file(random_model(5).state_dict(), tmp_path / "five.safetensors")
+    with pytest.raises(InputError, match=r"head\.bias is \[5\], not \[7\]; set model or model\.num_classes"):
+        build_model(config(num_classes=7), str(tmp_path / "five.safetensors"))
+
+
+def test_another_input_size_resamples_the_positions() -> None:
+    model = build_model(config(pretrained=False, img_size=[96, 128]))
+    assert model.patch_embed.grid_size == (6, 8)
+    assert model(torch.randn(1, 3, 96, 128)).shape == (1, 1000)
+    with pytest.raises(InputError, match="multiple of the patch size 16, got 100"):
+        build_model(config(pretrained=False, img_size=100))
+
+
+def test_the_bundled_model() -> None:
+    model = build_model(ModelConfig(name="sample"))
+    assert (model.num_classes, len(model.blocks)) == (10, 12)
+    with pytest.raises(InputError, match="the trained head of sample has 10, got 4"):
+        build_model(ModelConfig(name="sample", num_classes=4))
+    with pytest.raises(InputError, match="the bundled model is a trained one"):
+        check_fit(ModelConfig(name="sample", pretrained=False), NoPruning())
+
+
+def test_a_model_without_head() -> None:
+    with pytest.raises(InputError, match="has no head to classify with"):
+        build_model(ModelConfig(name="vit_small_patch14_dinov2", pretrained=False, img_size=56))
+
+
+def test_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        InputError, match=r"model: no weights for deit_tiny_patch16_224 .*model\.pretrained=false"
+    ):
+        build_model(ModelConfig(name="deit_tiny_patch16_224"))
+    with pytest.raises(InputError, match="model: no weights for vit_base_patch32_plus_256"):
+        build_model(ModelConfig(name="vit_base_patch32_plus_256"))
+
+
+def test_misfits_are_told_before_weights_are_fetched() -> None:
+    with pytest.raises(InputError, match="got SwinTransformer"):
+        check_fit(ModelConfig(name="swin_tiny_patch4_window7_224"), EViT())
+    with pytest.raises(InputError, match=r"TopK: layers must lie in 0\.\.5 .*got 9"):
+        check_fit(config(), TopK(layers=(3, 9)))
+    with pytest.raises(InputError, match="CLS token is needed"):
+        check_fit(ModelConfig(name="vit_base_patch16_siglip_224"), EViT())
+    check_fit(config(), EViT(layers=(1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "expected"),
+    [
+        ({"name": "sample"}, None, "sample"),
+        ({"pretrained": False}, None, "random"),
+        ({}, "my.safetensors", "my.safetensors"),
+        ({}, None, "r160_in1k"),
+    ],
+)
+def test_weights_have_a_name(keys: dict[str, Any], weights: str | None, expected: str) -> None:
+    assert weights_name(config(**keys), weights, random_model()) == expected

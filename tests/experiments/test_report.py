@@ -1,0 +1,141 @@
+"""The files of a run: whole, valid, never half-written, never silently replaced."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from prunevit.experiments import report
+from prunevit.experiments.config import (
+    DataConfig,
+    EvaluateConfig,
+    InputError,
+    LoggerConfig,
+    ModelConfig,
+)
+from prunevit.experiments.report import COLUMNS, choose_output_dir, finite, print_report, write_results
+
+
+def config(**keys: Any) -> EvaluateConfig:
+    return EvaluateConfig(
+        model=ModelConfig("sample"),
+        data=DataConfig("sample"),
+        logger=LoggerConfig(),
+        policy={"name": "evit", "keep_rate": 0.5},
+        **keys,
+    )
+
+
+def row(**values: Any) -> dict[str, Any]:
+    ends = [f"{name}_{end}" for name in ("top5", "dense_top1", "dense_top5") for end in ("low", "high")]
+    numbers: dict[str, Any] = dict.fromkeys([*COLUMNS, *ends], 1.5)
+    more = {
+        "real_top1": None,
+        "dense_real_top1": None,
+        "skipped": 0,
+        "dense_tokens": 197,
+        "tokens_by_block": [{"mean": 1.0}],
+    }
+    return {
+        **numbers,
+        **more,
+        "layers": [3, 6],
+        "accelerator": "cpu",
+        "peak_mb": None,
+        "dense_peak_mb": None,
+        **values,
+    }
+
+
+def test_the_three_files(tmp_path: Path) -> None:
+    write_results(tmp_path / "new" / "out", config(seed=3), [row(top1=float("nan"))])
+    folder = tmp_path / "new" / "out"
+    assert sorted(file.name for file in folder.iterdir()) == ["config.yaml", "results.csv", "results.json"]
+    content = json.loads((folder / "results.json").read_text())
+    assert content["schema"] == 1
+    assert content["config"]["seed"] == 3
+    assert content["rows"][0]["top1"] is None
+    assert content["rows"][0]["tokens_by_block"] == [{"mean": 1.0}]
+    assert set(COLUMNS) <= set(content["rows"][0])
+    assert {"torch", "timm", "python", "commit", "command"} <= set(content["environment"])
+    (read,) = csv.DictReader(io.StringIO((folder / "results.csv").read_text()))
+    assert tuple(read) == COLUMNS
+    assert (read["layers"], read["top1"], read["top5"]) == ("[3, 6]", "", "1.5")
+    assert OmegaConf.load(folder / "config.yaml").policy.keep_rate == 0.5
+
+
+def test_columns_are_those_of_the_schema() -> None:
+    expected = (
+        "policy keep_rate knob knob_value layers model weights trained seed img_size images top1 top1_low "
+        "top1_high top5 dense_top1 dense_top5 agreement logit_max_abs logit_mean_abs logit_kl logit_cosine "
+        "numeric_max_abs tokens_mean tokens_p5 tokens_p95 gmacs policy_gmacs dense_gmacs images_per_s "
+        "dense_images_per_s speedup latency_ms dense_latency_ms peak_mb dense_peak_mb batch_size mode backend "
+        "accelerator precision"
+    )
+    assert " ".join(COLUMNS) == expected
+
+
+def test_a_failing_write_leaves_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report.os, "replace", full)
+    with pytest.raises(InputError, match=r"could not be written to .*out \(No space left on device\)"):
+        write_results(tmp_path / "out", config(), [row()])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_existing_results_are_refused_unless_overwritten(tmp_path: Path) -> None:
+    write_results(tmp_path, config(), [row()])
+    with pytest.raises(InputError, match="already holds results; choose another or set overwrite=true"):
+        choose_output_dir(config(output_dir=str(tmp_path)))
+    assert choose_output_dir(config(output_dir=str(tmp_path), overwrite=True)) == tmp_path
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"output_dir: must be a folder that can be written, got .*file/out"):
+        choose_output_dir(config(output_dir=str(tmp_path / "file" / "out")))
+
+
+def test_nothing_is_made_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert choose_output_dir(config()).parent == Path("outputs")
+    assert choose_output_dir(config(output_dir="a/b/c")) == Path("a/b/c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_finite_at_any_depth() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert finite({"a": nan, "b": [1.0, inf, {"c": -inf}], "d": (2, "x")}) == {
+        "a": None,
+        "b": [1.0, None, {"c": None}],
+        "d": [2, "x"],
+    }
+
+
+def printed(**values: Any) -> list[str]:
+    console = Console(file=io.StringIO(), width=120)
+    print_report(row(**values), console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_the_first_line_is_the_unpruned_accuracy() -> None:
+    lines = printed(dense_top1=93.0, images=300, model="sample", weights="sample")
+    assert lines[0] == "unpruned top-1 93.00 % on 300 images (sample, weights sample)"
+
+
+def test_the_table_says_what_a_cpu_speed_is_worth_and_what_was_left_out() -> None:
+    text = "\n".join(
+        printed(skipped=2, numeric_max_abs=None, latency_ms=None, real_top1=80.0, dense_real_top1=81.0)
+    )
+    assert "not representative" in text
+    assert "unreadable images left out: 2" in text
+    assert "ReaL" in text
+    assert "peak MB" not in text
+    assert "not representative" not in "\n".join(printed(accelerator="gpu"))

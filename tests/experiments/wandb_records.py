@@ -1,0 +1,30 @@
+"""Reads back what wandb wrote offline."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+
+def records(folder: Path) -> list[Any]:
+    """A 7-byte header, then blocks of 32 KiB with records of (checksum, length, kind, bytes)."""
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, place, pieces, found = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        pieces += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            found.append(Record.FromString(pieces))
+            pieces = b""
+    return found
+
+
+def updates(found: list[Any], kind: str) -> dict[str, Any]:
+    parts = [record.summary if kind == "summary" else record.run.config for record in found]
+    return {item.key: json.loads(item.value_json) for part in parts for item in part.update if item.key}
