@@ -3,9 +3,17 @@
 import difflib
 import importlib
 
+from prunevit.policies.ats import ATS
+from prunevit.policies.cross import Cross
+from prunevit.policies.diffrate import DiffRate
+from prunevit.policies.dpc_knn import DPCKNN
+from prunevit.policies.dynamicvit import DynamicViT
 from prunevit.policies.evit import EViT
 from prunevit.policies.fixed_rate import FixedRate
+from prunevit.policies.kmedoids import KMedoids
+from prunevit.policies.ltmp import LTMP
 from prunevit.policies.none import NoPruning
+from prunevit.policies.patch_dropout import PatchDropout
 from prunevit.policies.random import RandomPruning
 from prunevit.policies.replay import Replay, replay
 from prunevit.policies.threshold_l2 import ThresholdL2
@@ -22,16 +30,32 @@ POLICIES: dict[str, type[PruningPolicy]] = {
     "fixed_rate": FixedRate,
     "threshold_l2": ThresholdL2,
     "top_p": TopP,
+    "ats": ATS,
+    "dynamicvit": DynamicViT,
+    "kmedoids": KMedoids,
     "tome": ToMe,
+    "diffrate": DiffRate,
+    "ltmp": LTMP,
+    "dpc_knn": DPCKNN,
+    "patch_dropout": PatchDropout,
+    "cross": Cross,
     "replay": Replay,
 }
 """Name on the command line -> class."""
 
 __all__ = [
+    "ATS",
+    "DPCKNN",
+    "LTMP",
     "POLICIES",
+    "Cross",
+    "DiffRate",
+    "DynamicViT",
     "EViT",
     "FixedRate",
+    "KMedoids",
     "NoPruning",
+    "PatchDropout",
     "RandomPruning",
     "Replay",
     "ThresholdL2",

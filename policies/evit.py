@@ -5,7 +5,7 @@ the order); distillation and register tokens are never pruned or fused (theirs c
 """
 
 from prunevit.folding import fuse
-from prunevit.keepmask import KeepMask
+from prunevit.keepmask import KeepMask, top_k
 from prunevit.policies.topk import TopK
 from prunevit.tokens import AttentionState, RaggedTokens
 
@@ -18,5 +18,6 @@ class EViT(TopK):
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep the best and fuse the rest."""
-        assert attention is not None
-        return fuse(tokens, super().forward(tokens, attention, layer), attention.score(self.score_source))
+        score = self.score(tokens, attention, layer)
+        best = top_k(tokens, score, self.rate(layer), rounding=self.rounding, of=self.of)
+        return fuse(tokens, best, score)

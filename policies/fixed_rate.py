@@ -49,15 +49,18 @@ class FixedRate(PruningPolicy):
             raise ValueError(f'FixedRate: pattern must be "grid" or "center", got "{pattern}"')
         self.pattern, self.rounding, self.of = pattern, rounding, of
 
-    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
-        """Keep the pattern."""
+    def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
+        """How early the pattern takes a patch."""
         height, width = tokens.grid
         source = tokens.source.clamp(min=0)
         row, column = source // width, source % width
         if self.pattern == "grid":
-            score = -_dither(row, column)
-        else:
-            score = -((row - (height - 1) / 2) ** 2 + (column - (width - 1) / 2) ** 2).float()
+            return -_dither(row, column)
+        return -((row - (height - 1) / 2) ** 2 + (column - (width - 1) / 2) ** 2).float()
+
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
+        """Keep the pattern."""
+        score = self.score(tokens, attention, layer)
         return top_k(tokens, score, self.rate(layer), rounding=self.rounding, of=self.of)
 
 

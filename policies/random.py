@@ -7,6 +7,7 @@ training each forward pass draws anew.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from prunevit.draws import keyed_uniform
 from prunevit.keepmask import KeepMask, top_k
@@ -45,11 +46,15 @@ class RandomPruning(PruningPolicy):
         super().__init__(keep_rate, layers, compound)
         self.seed, self.shared, self.rounding, self.of = seed, shared, rounding, of
 
-    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
-        """Keep the luckiest."""
+    def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
+        """Draw."""
         images = torch.cat([tokens.image_index, tokens.image_index.new_zeros(1)])
         image = torch.zeros_like(images) if self.shared else images
         if self.training:
             image = image + (torch.randint(2**31, (1,), device=image.device) << 20)
-        score = keyed_uniform(self.seed * 1009 + layer, image[tokens.image_id], tokens.source)
+        return keyed_uniform(self.seed * 1009 + layer, image[tokens.image_id], tokens.source)
+
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
+        """Keep the luckiest."""
+        score = self.score(tokens, attention, layer)
         return top_k(tokens, score, self.rate(layer), rounding=self.rounding, of=self.of)

@@ -54,9 +54,13 @@ class ThresholdL2(PruningPolicy):
             raise ValueError(f'ThresholdL2: threshold must be in (0, 1] for rule="{rule}", got {threshold}')
         self.rule, self.min_keep, self.max_keep = rule, min_keep, max_keep
 
+    def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
+        """Norm of a row."""
+        return tokens.x.to(torch.promote_types(tokens.x.dtype, torch.float32)).norm(dim=-1)
+
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep what is large."""
-        norm = tokens.x.to(torch.promote_types(tokens.x.dtype, torch.float32)).norm(dim=-1)
+        norm = self.score(tokens, attention, layer)
         rate = self.rate(layer)
         if self.rule == "share":
             return top_k(tokens, norm, rate, rounding="floor")

@@ -5,6 +5,8 @@ The patch that crosses the share is kept, unlike in the public code of arXiv 260
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from prunevit.keepmask import KeepMask, top_p
 from prunevit.policy import PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens, score_needs
@@ -37,8 +39,12 @@ class TopP(PruningPolicy):
         self.needs = score_needs(type(self).__name__, score_source)
         self.score_source, self.min_keep, self.max_keep = score_source, min_keep, max_keep
 
+    def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
+        """Attention that a row gets."""
+        assert attention is not None
+        return attention.score(self.score_source)
+
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep the share."""
-        assert attention is not None
-        score = attention.score(self.score_source)
+        score = self.score(tokens, attention, layer)
         return top_p(tokens, score, self.rate(layer), min_keep=self.min_keep, max_keep=self.max_keep)

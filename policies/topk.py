@@ -7,6 +7,8 @@ nothing is to be dropped is a normal case.
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from prunevit.keepmask import KeepMask, top_k
 from prunevit.policy import PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens, score_needs
@@ -41,8 +43,12 @@ class TopK(PruningPolicy):
         self.needs = score_needs(type(self).__name__, score_source)
         self.score_source, self.rounding, self.of = score_source, rounding, of
 
+    def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
+        """Attention that a row gets."""
+        assert attention is not None
+        return attention.score(self.score_source)
+
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep the best."""
-        assert attention is not None
-        score = attention.score(self.score_source)
+        score = self.score(tokens, attention, layer)
         return top_k(tokens, score, self.rate(layer), rounding=self.rounding, of=self.of)

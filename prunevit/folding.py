@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from prunevit.keepmask import KeepMask, rank
+from prunevit.kernels.select import mean_over_heads
 from prunevit.tokens import RaggedTokens
 
 
@@ -20,13 +21,13 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
     Args:
         tokens: The batch.
         mask: What to keep; it must not fold rows itself.
-        score: Weight of each row, `[T]`; gradients flow through it.
+        score: Weight of each row, `[T]`, or `[T, H]` to weigh by the mean over heads; gradients flow through it.
 
     Raises:
         ValueError: If `mask` already folds rows.
 
     Cost:
-        The two sorts of `rank`.
+        None if `mask` comes from `top_k` of the same score on a uniform batch; else one `rank`.
     """
     if mask.merge_into is not None:
         raise ValueError(
@@ -34,6 +35,17 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
         )
     if mask.rows_per_image is not None and mask.rows_per_image == tokens.max_seqlen:
         return mask
+    if mask.selection is not None and mask.rows_per_image is not None:
+        by, chosen = mask.selection
+        if by is score and mask.keep is chosen.keep:
+            return replace(
+                mask,
+                keep=chosen.keep_fused,
+                rows_per_image=mask.rows_per_image + 1,
+                merge_into=chosen.merge_into,
+                merge_weight=chosen.merge_weight,
+            )
+    score = mean_over_heads(score)
     losers = tokens.is_patch & ~mask.keep
     heirs = losers & (rank(tokens, score, within=KeepMask(losers)) == 0)
     rows = torch.arange(losers.shape[0], device=losers.device)

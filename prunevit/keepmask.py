@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from prunevit.kernels.select import Selection, mean_over_heads, select
+from prunevit.kernels.select import rank as rank_rows
 from prunevit.tokens import RaggedTokens
 
 
@@ -29,6 +31,8 @@ class KeepMask:
         soft: Training only: the whole new soft mask, `[T]`. With it no row leaves: rows may still be reordered, and
             heirs still take up what is folded into them.
         aux: Tensors for the policy's own losses.
+        selection: The score that the rows were selected by, and what the kernel made of it, if one did: `fuse` and
+            `pack` need not find out again. It says nothing once `keep` is another tensor than the kernel's.
     """
 
     keep: Tensor
@@ -40,6 +44,7 @@ class KeepMask:
     order: Tensor | None = None
     soft: Tensor | None = None
     aux: Mapping[str, Tensor] = field(default_factory=dict)
+    selection: tuple[Tensor, Selection] | None = None
 
 
 def keep_everything(tokens: RaggedTokens) -> KeepMask:
@@ -73,18 +78,20 @@ def rank(tokens: RaggedTokens, score: Tensor, within: KeepMask | None = None) ->
 
     Args:
         tokens: The batch.
-        score: `[T]`; its values on other rows than patches are not looked at.
+        score: `[T]`, or `[T, H]` to go by the mean over heads; its values on other rows than patches are not
+            looked at.
         within: Rank only the patches that this mask keeps. All other rows rank behind them.
 
     Cost:
-        Two stable sorts of `T` entries; no synchronisation.
+        One launch on a GPU, two stable sorts elsewhere; no synchronisation.
     """
-    eligible = _eligible(tokens, within)
-    score = score.detach().masked_fill(~eligible | score.detach().isnan(), -torch.inf)
-    by_score = torch.argsort(score, descending=True, stable=True)
-    group = tokens.image_id * 2 + (~eligible).int()
-    order = by_score[torch.argsort(group[by_score], stable=True)]
-    return torch.empty_like(order).scatter_(0, order, tokens.position.long())
+    return rank_rows(
+        mean_over_heads(score.detach()),
+        _eligible(tokens, within),
+        image_id=tokens.image_id,
+        cu_seqlens=tokens.cu_seqlens,
+        max_seqlen=tokens.max_seqlen,
+    )
 
 
 def top_k(
@@ -101,7 +108,7 @@ def top_k(
 
     Args:
         tokens: The batch.
-        score: `[T]`.
+        score: `[T]`, or `[T, H]` to go by the mean over heads.
         rate: Fraction of the patches to keep; or give `count`.
         count: Patches to keep in each image: a number, or int `[B]`.
         rounding: "ceil" or "floor" of `rate` times the patches.
@@ -122,10 +129,20 @@ def top_k(
     limit: int | Tensor = 1 if count is None else count
     if rate is not None:
         limit = keep_count(present if of == "current" else tokens.grid[0] * tokens.grid[1], rate, rounding)
-    position = rank(tokens, score, within)
     if isinstance(limit, int) and isinstance(present, int):
         limit = min(max(1, limit), present)
-        return _selected(tokens, position < limit, within, rows=tokens.num_prefix_tokens + limit)
+        rows = tokens.num_prefix_tokens + limit
+        if within is None:
+            chosen = select(
+                score,
+                batch_size=tokens.batch_size,
+                rows=tokens.max_seqlen,
+                prefix=tokens.num_prefix_tokens,
+                count=limit,
+            )
+            return KeepMask(chosen.keep, rows_per_image=rows, selection=(score, chosen))
+        return _selected(tokens, rank(tokens, score, within) < limit, within, rows)
+    position = rank(tokens, score, within)
     limits = limit if isinstance(limit, Tensor) else torch.full_like(tokens.seqlens, limit)
     return _selected(tokens, position < _by_image(tokens, limits.clamp(min=1)), within)
 
@@ -143,12 +160,13 @@ def threshold(
 
     Args:
         tokens: The batch.
-        score: `[T]`.
+        score: `[T]`, or `[T, H]` to go by the mean over heads.
         value: One threshold, or one for each image, `[B]`.
         min_keep: Patches that every image keeps, at least 1.
         max_keep: Patches that no image exceeds.
         within: Select among the patches that this mask keeps, and hand on its folds.
     """
+    score = mean_over_heads(score)
     if isinstance(value, Tensor) and value.ndim == 1:
         value = _by_image(tokens, value)
     return _bounded(tokens, score >= value, rank(tokens, score, within), min_keep, max_keep, within)
@@ -167,7 +185,8 @@ def top_p(
 
     Args:
         tokens: The batch.
-        score: Non-negative, `[T]`; the share is of the sum over the patches that can be selected.
+        score: Non-negative, `[T]`, or `[T, H]` to go by the mean over heads; the share is of the sum over the patches
+            that can be selected.
         p: Share in (0, 1]; 1 keeps everything.
         min_keep: Patches that every image keeps, at least 1.
         max_keep: Patches that no image exceeds.
@@ -176,15 +195,19 @@ def top_p(
     Cost:
         The sorts of `rank` and two buffers `[B, max_seqlen]`.
     """
+    score = mean_over_heads(score)
     position = rank(tokens, score, within)
     mass = score.detach().masked_fill(~_eligible(tokens, within), 0.0)
     falling = _by_rank(tokens, mass, position)
-    before = (falling.cumsum(1) - falling)[tokens.image_id.long(), position]
+    image = tokens.image_id.long().clamp(max=tokens.batch_size - 1)
+    before = (falling.cumsum(1) - falling)[image, position.clamp(max=falling.shape[1] - 1)]
     chosen = before < p * _by_image(tokens, falling.sum(1)) if p < 1 else torch.ones_like(tokens.live)
     return _bounded(tokens, chosen, position, min_keep, max_keep, within)
 
 
-def sample(tokens: RaggedTokens, score: Tensor, points: int, within: KeepMask | None = None) -> KeepMask:
+def sample(
+    tokens: RaggedTokens, score: Tensor, points: int | Tensor, within: KeepMask | None = None
+) -> KeepMask:
     """Keep the patches that evenly spaced points of the score's distribution function hit (Fayyaz et al., ECCV 2022).
 
     The patches of an image are put in rising order of score, their running sum is scaled to [0, 1], and each of
@@ -193,13 +216,15 @@ def sample(tokens: RaggedTokens, score: Tensor, points: int, within: KeepMask | 
 
     Args:
         tokens: The batch.
-        score: Non-negative, `[T]`.
-        points: Number of points, at least 1: a bound on the patches kept.
+        score: Non-negative, `[T]`, or `[T, H]` to go by the mean over heads.
+        points: Number of points, at least 1: a bound on the patches kept. Or one for each image, int `[B]`, none
+            above the patches of the grid.
         within: Select among the patches that this mask keeps, and hand on its folds.
 
     Cost:
         The sorts of `rank` and a buffer `[B, points, max_seqlen]`.
     """
+    score = mean_over_heads(score)
     eligible = _eligible(tokens, within)
     best_last = rank(tokens, -score, within)
     rising = _by_rank(tokens, score.detach().masked_fill(~eligible, 0.0), best_last)
@@ -211,13 +236,22 @@ def sample(tokens: RaggedTokens, score: Tensor, points: int, within: KeepMask | 
     high = running.masked_fill(absent, 0.0).amax(1, keepdim=True)
     running = ((running - low) / (high - low).clamp(min=torch.finfo(running.dtype).tiny)).clamp(max=1.0)
     first = running.masked_fill(absent | (running == 0), torch.inf).amin(1, keepdim=True).clamp(max=1.0)
-    step = torch.linspace(0, 1, points, device=rising.device, dtype=rising.dtype)
+    step = _steps(tokens, points, rising)
     distance = (first + (1 - first) * step)[:, :, None] - running[:, None, :]
     nearest = distance.abs().masked_fill(absent[:, None, :], torch.inf).argmin(2)
     hit = torch.zeros(tokens.batch_size + 1, rising.shape[1], dtype=torch.bool, device=rising.device)
     hit[: tokens.batch_size].scatter_(1, nearest, True)
     chosen = hit[tokens.image_id.long(), best_last.clamp(max=rising.shape[1] - 1)]
     return _selected(tokens, chosen, within)
+
+
+def _steps(tokens: RaggedTokens, points: int | Tensor, like: Tensor) -> Tensor:
+    """Evenly spaced numbers from 0 to 1, `[points]` or `[B, P]`; an image with fewer points repeats its last."""
+    if not isinstance(points, Tensor):
+        return torch.linspace(0, 1, points, device=like.device, dtype=like.dtype)
+    last = (points.to(like.dtype) - 1)[:, None]
+    number = torch.arange(tokens.grid[0] * tokens.grid[1], device=like.device, dtype=like.dtype)
+    return torch.minimum(number, last) / last.clamp(min=1)
 
 
 def _eligible(tokens: RaggedTokens, within: KeepMask | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prunevit.checks import require
 from prunevit.keepmask import KeepMask
+from prunevit.kernels.gather import gather as gather_rows
 from prunevit.tokens import RaggedTokens
 
 
@@ -24,11 +25,13 @@ class Plan:
         kept: Rows that stay, bool `[T]`.
         destination: New row of each row that stays, int64 `[T]`.
         cu_seqlens: Boundaries of the images after packing, int32 `[B + 1]`.
+        trusted: Whether the kernel that selected the rows made it, so that nothing is left to check.
     """
 
     kept: Tensor
     destination: Tensor
     cu_seqlens: Tensor
+    trusted: bool = False
 
 
 def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> RaggedTokens:
@@ -55,28 +58,20 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
     """
     _check_shapes(tokens, mask)
     layout = plan(tokens, mask)
-    lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
     if mask.soft is not None:
         return gather(tokens, mask, layout, tokens.x.shape[0], tokens.max_seqlen, tokens.uniform)
     if mask.rows_per_image is not None:
-        total, longest = mask.rows_per_image * tokens.batch_size, mask.rows_per_image
-        require(
-            (lengths == longest).all(),
-            f"pack: each image must keep the {longest} rows of mask.rows_per_image; mend the mask or leave it out",
-        )
-        uniform = True
+        total, longest, uniform = mask.rows_per_image * tokens.batch_size, mask.rows_per_image, True
     elif capacity is not None:
-        total, longest, uniform = capacity, tokens.max_seqlen, False
-        require(layout.cu_seqlens[-1] <= capacity, f"pack: the rows kept must fit into capacity={capacity}")
+        total, longest, uniform = 0, tokens.max_seqlen, False
     else:
+        lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
         total, longest, shortest = torch.stack([layout.cu_seqlens[-1], lengths.max(), lengths.min()]).tolist()
         uniform = longest == shortest
-    require(
-        (lengths > tokens.num_prefix_tokens).all(),
-        "pack: each image must keep at least one patch; select with the verbs, which keep the best one",
-    )
     if capacity is not None and capacity < total:
         raise ValueError(f"pack: capacity must be at least the {total} rows kept, got {capacity}")
+    if not layout.trusted:
+        _check_counts(tokens, mask, layout, capacity)
     return gather(tokens, mask, layout, total if capacity is None else capacity, longest, uniform)
 
 
@@ -84,8 +79,19 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
     """Find where each row goes; on the device alone.
 
     Cost:
-        A running sum over `T` rows; with `mask.order` two stable sorts.
+        None if the mask comes from a kernel; else a running sum over `T` rows; with `mask.order` two stable sorts.
     """
+    if (
+        mask.selection is not None
+        and mask.rows_per_image is not None
+        and mask.order is None
+        and mask.soft is None
+    ):
+        chosen = mask.selection[1]
+        if mask.keep is chosen.keep:
+            return Plan(chosen.keep, chosen.destination, chosen.cu_seqlens, trusted=True)
+        if mask.keep is chosen.keep_fused and mask.merge_into is chosen.merge_into:
+            return Plan(chosen.keep_fused, chosen.destination_fused, chosen.cu_fused, trusted=True)
     kept = tokens.live if mask.soft is not None else tokens.live & (mask.keep | ~tokens.is_patch)
     upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
     if mask.order is None:
@@ -111,59 +117,53 @@ def gather(
         max_seqlen: Bound on the rows of one image after packing.
         uniform: Whether each image has exactly `max_seqlen` rows after packing.
     """
-    x, size, key_weight = _folded(tokens, mask)
-    here = torch.arange(tokens.image_id.shape[0], device=x.device)
-    rows = here.new_zeros(capacity + 1)
-    rows.scatter_(0, torch.where(layout.kept, layout.destination, capacity).clamp(max=capacity), here)
-    rows = rows[:capacity]
-    dead = torch.arange(capacity, device=x.device) >= layout.cu_seqlens[-1]
-
-    def moved(values: Tensor | None, fill: float = 0) -> Tensor | None:
-        if values is None:
-            return None
-        return values.index_select(0, rows).masked_fill(dead.view(-1, *(1,) * (values.ndim - 1)), fill)
-
-    features, image_id, source = moved(x), moved(tokens.image_id, tokens.batch_size), moved(tokens.source, -1)
-    assert features is not None
-    assert image_id is not None
-    assert source is not None
+    x, size, key_weight, soft = tokens.x, tokens.size, tokens.key_weight, tokens.soft
+    folds: dict[str, Tensor | None] = {
+        "merge_into": mask.merge_into,
+        "merge_weight": mask.merge_weight,
+        "size_in": mask.size,
+        "key_weight_in": mask.key_weight,
+    }
+    if mask.soft is not None:
+        x, size, key_weight = _folded_in_place(tokens, mask)
+        soft, folds = mask.soft, {}
+    moved = gather_rows(
+        x,
+        tokens.image_id,
+        tokens.source,
+        size,
+        key_weight,
+        soft,
+        kept=layout.kept,
+        destination=layout.destination,
+        cu_old=tokens.cu_seqlens,
+        cu_new=layout.cu_seqlens,
+        capacity=capacity,
+        **folds,
+    )
     return replace(
-        tokens,
-        x=features,
-        cu_seqlens=layout.cu_seqlens,
-        image_id=image_id,
-        max_seqlen=max_seqlen,
-        uniform=uniform,
-        source=source,
-        size=moved(size),
-        key_weight=moved(key_weight),
-        soft=moved(mask.soft if mask.soft is not None else tokens.soft),
+        tokens, cu_seqlens=layout.cu_seqlens, max_seqlen=max_seqlen, uniform=uniform, **moved._asdict()
     )
 
 
-def _folded(tokens: RaggedTokens, mask: KeepMask) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Features, sizes and key weights after folding, each still in its old row."""
+def _folded_in_place(tokens: RaggedTokens, mask: KeepMask) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Features, sizes and key weights where no row leaves: heirs take up what joins them, all else stays."""
+    key_weight = tokens.key_weight
     if mask.merge_into is None:
         size = tokens.size if mask.size is None else mask.size
-        return tokens.x, size, tokens.key_weight if mask.key_weight is None else mask.key_weight
-    wide = torch.promote_types(tokens.x.dtype, torch.float32)
-    x = tokens.x.to(wide)
+        return tokens.x, size, key_weight if mask.key_weight is None else mask.key_weight
+    here = torch.arange(mask.merge_into.shape[0], device=mask.merge_into.device)
+    stays = mask.merge_into != here
+    x = tokens.x.to(torch.promote_types(tokens.x.dtype, torch.float32))
     if mask.merge_weight is not None:
-        x = x * mask.merge_weight.to(wide)[:, None]
-    features = _fold(x, mask.merge_into).to(tokens.x.dtype)
+        x = x * mask.merge_weight.to(x.dtype)[:, None]
+    x = torch.where(stays[:, None], tokens.x, _fold(x, mask.merge_into).to(tokens.x.dtype))
     size = _fold(tokens.sizes if mask.size is None else mask.size, mask.merge_into)
-    key_weight = tokens.key_weight
+    size = torch.where(stays, tokens.sizes, size)
     if mask.key_weight is not None:
-        key_weight = _fold(mask.key_weight, mask.merge_into)
-    if mask.soft is not None:
-        here = torch.arange(mask.merge_into.shape[0], device=x.device)
-        stays = mask.merge_into != here
-        features = torch.where(stays[:, None], tokens.x, features)
-        size = torch.where(stays, tokens.sizes, size)
-        if key_weight is not None:
-            before = torch.ones_like(key_weight) if tokens.key_weight is None else tokens.key_weight
-            key_weight = torch.where(stays, before, key_weight)
-    return features, size, key_weight
+        before = torch.ones_like(mask.key_weight) if key_weight is None else key_weight
+        key_weight = torch.where(stays, before, _fold(mask.key_weight, mask.merge_into))
+    return x, size, key_weight
 
 
 def _fold(values: Tensor, into: Tensor) -> Tensor:
@@ -171,6 +171,23 @@ def _fold(values: Tensor, into: Tensor) -> Tensor:
     nowhere = values.shape[0]
     target = torch.where(into >= 0, into, nowhere)
     return values.new_zeros(nowhere + 1, *values.shape[1:]).index_add(0, target, values)[:nowhere]
+
+
+def _check_counts(tokens: RaggedTokens, mask: KeepMask, layout: Plan, capacity: int | None) -> None:
+    """Hold a plan against what was promised, without waiting for a GPU."""
+    lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
+    require(
+        (lengths > tokens.num_prefix_tokens).all(),
+        "pack: each image must keep at least one patch; select with the verbs, which keep the best one",
+    )
+    if mask.rows_per_image is not None:
+        require(
+            (lengths == mask.rows_per_image).all(),
+            f"pack: each image must keep the {mask.rows_per_image} rows of mask.rows_per_image; "
+            "mend the mask or leave it out",
+        )
+    elif capacity is not None:
+        require(layout.cu_seqlens[-1] <= capacity, f"pack: the rows kept must fit into capacity={capacity}")
 
 
 def _check_shapes(tokens: RaggedTokens, mask: KeepMask) -> None:

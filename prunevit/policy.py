@@ -137,6 +137,18 @@ class PruningPolicy(nn.Module):
         assert self.knob_value is not None
         return self.knob_value ** (stage + 1) if self.compound else self.knob_value
 
+    def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
+        """How much each patch deserves to stay, `[T]`; a policy that ranks patches says here by what.
+
+        Args:
+            tokens: The batch at this site.
+            attention: The attention that ran last on these rows; None where there is none.
+            layer: The block.
+        """
+        raise TypeError(
+            f"{type(self).__name__}: score(tokens, attention, layer) must be implemented to rank by"
+        )
+
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Decide.
 

@@ -158,6 +158,22 @@ class RaggedTokens:
         absent = column >= self.seqlens[:, None]
         return values[rows].masked_fill(absent.view(*absent.shape, *(1,) * (values.ndim - 1)), fill)
 
+    def to_rows(self, padded: Tensor) -> Tensor:
+        """Take a dense batch apart into rows, `[T, ...]`: the inverse of `to_padded`; 0 in dead rows.
+
+        Args:
+            padded: `[B, max_seqlen, ...]`.
+
+        Cost:
+            One gather of `T` rows; a view when `uniform` and without dead rows.
+        """
+        cells = padded.flatten(0, 1)
+        if self.uniform and cells.shape[0] == self.image_id.shape[0]:
+            return cells
+        dead = ~self.live
+        cell = (self.image_id.long() * self.max_seqlen + self.position).masked_fill(dead, 0)
+        return cells[cell].masked_fill(dead.view(-1, *(1,) * (cells.ndim - 1)), 0)
+
     def prefix(self) -> Tensor:
         """Features of the prefix rows, `[B, num_prefix_tokens, C]`."""
         rows = self.cu_seqlens[:-1, None] + torch.arange(self.num_prefix_tokens, device=self.x.device)

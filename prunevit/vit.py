@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from prunevit.block import attend, feed_forward
 from prunevit.kernels.ragged_attention import BACKENDS
 from prunevit.packing import pack
-from prunevit.policy import ModelInfo, PruningPolicy, Site
+from prunevit.policy import ModelInfo, PruningPolicy
 from prunevit.pooling import pool
 from prunevit.tokens import AttentionState, RaggedTokens
 from prunevit.trace import Stage, Trace
@@ -39,6 +39,9 @@ def prune(
         ValueError: If a policy does not fit the model or its fellow policies.
     """
     return RaggedViT(model, [policies] if isinstance(policies, PruningPolicy) else list(policies), backend)
+
+
+Record = Callable[[Stage | RaggedTokens], None]
 
 
 class RaggedViT(nn.Module):
@@ -74,8 +77,10 @@ class RaggedViT(nn.Module):
             num_prefix_tokens=model.num_prefix_tokens,
             has_class_token=model.has_class_token,
         )
+        weight = next(model.parameters())
         for policy in policies:
             policy.setup(self.info)
+            policy.to(weight.device, weight.dtype)
         self._check_policies()
         # What a policy reads before a block was emitted by the block before it.
         self.needs = [
@@ -102,7 +107,7 @@ class RaggedViT(nn.Module):
 
     def forward_features(self, images: Tensor, image_index: Tensor | None = None) -> RaggedTokens:
         """Everything before the pooling: the surviving rows after the final norm; arguments as `forward`."""
-        return self._walk(self.embed(images, image_index), lambda stage: None)
+        return self.walk(self.embed(images, image_index))
 
     def forward_head(self, tokens: RaggedTokens, pre_logits: bool = False) -> Tensor:
         """Pool the rows as the timm model does and classify, `[B, K]`.
@@ -132,7 +137,7 @@ class RaggedViT(nn.Module):
             else:
                 rows.append(event.seqlens)
 
-        tokens = self._walk(self.embed(images, image_index), record)
+        tokens = self.walk(self.embed(images, image_index), record)
         return Trace(
             stages=tuple(stages),
             attention_rows=torch.stack(rows[0::2]),
@@ -172,49 +177,88 @@ class RaggedViT(nn.Module):
                 if not culprit and not bool(event.x.isfinite().all()):
                     culprit.append(name)
 
-        tokens = self._walk(self.embed(images, image_index), look)
+        tokens = self.walk(self.embed(images, image_index), look)
         look(tokens)
         if not culprit and not bool(self.forward_head(tokens).isfinite().all()):
             culprit.append("the head")
         return f"the first values that are not finite come from {culprit[0]}" if culprit else None
 
-    def _walk(self, tokens: RaggedTokens, record: Callable[[Stage | RaggedTokens], None]) -> RaggedTokens:
-        """All blocks, straight down; `record` sees each stage, and the rows that enter each half-block."""
-        attention: AttentionState | None = None
-        for layer, block in enumerate(self.model.blocks):
-            tokens, _ = self._prune_at("before_block", layer, tokens, attention, record)
-            record(tokens)
-            x, attention = self._run(
-                attend,
-                block,
-                tokens,
-                backend=self.backend,
-                needs=self.needs[layer],
-                exempt_self=self.exempt_self,
-                softmax_eps=self.softmax_eps,
-            )
-            tokens = replace(tokens, x=x)
-            tokens, attention = self._prune_at("after_attention", layer, tokens, attention, record)
-            record(tokens)
-            tokens = replace(tokens, x=self._run(feed_forward, block, tokens))
-        return replace(tokens, x=self.model.norm(tokens.x))
-
-    def _prune_at(
+    def walk(
         self,
-        site: Site,
-        layer: int,
+        tokens: RaggedTokens,
+        record: Record | None = None,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        capacity: int | None = None,
+    ) -> RaggedTokens:
+        """Run half-blocks, straight down: half `2 * l` is the attention of block `l`, half `2 * l + 1` its MLP.
+
+        The policies that act ahead of a half have moved the rows before it runs; a walk to `last` ends with those that
+        act ahead of `last`, so a later walk from there goes on where this one stopped.
+
+        Args:
+            tokens: Rows that enter half `first`.
+            record: Sees each stage, and the rows that enter each half.
+            first: Half to begin with.
+            last: Half to stop ahead of; default: run all, and the final norm.
+            capacity: Rows to make room for where a policy keeps a number of rows that the host does not know; without
+                it the host reads the number back.
+        """
+        halves = 2 * self.info.depth
+        attention: AttentionState | None = None
+        if first == 0:
+            tokens, _ = self._prune_ahead(0, tokens, None, record, capacity)
+        for half in range(first, halves if last is None else last):
+            if record is not None:
+                record(tokens)
+            block = self.model.blocks[half // 2]
+            if half % 2 == 0:
+                x, attention = self._run(
+                    attend,
+                    block,
+                    tokens,
+                    backend=self.backend,
+                    needs=self.needs[half // 2],
+                    exempt_self=self.exempt_self,
+                    softmax_eps=self.softmax_eps if self.training else 0.0,
+                )
+            else:
+                x = self._run(feed_forward, block, tokens)
+            tokens = replace(tokens, x=x)
+            tokens, attention = self._prune_ahead(half + 1, tokens, attention, record, capacity)
+        return tokens if last is not None else replace(tokens, x=self.model.norm(tokens.x))
+
+    def stages_ahead(self, half: int) -> list[tuple[int, PruningPolicy]]:
+        """Policies that act ahead of a half-block, with their positions in `policies`."""
+        site = "before_block" if half % 2 == 0 else "after_attention"
+        return [(n, p) for n, p in enumerate(self._policies()) if p.site == site and half // 2 in p.layers]
+
+    def _prune_ahead(
+        self,
+        half: int,
         tokens: RaggedTokens,
         attention: AttentionState | None,
-        record: Callable[[Stage | RaggedTokens], None],
+        record: Record | None,
+        capacity: int | None,
     ) -> tuple[RaggedTokens, AttentionState | None]:
         """Let the policies of one place decide and move; the attention is gone once rows have moved."""
-        for number, policy in enumerate(self._policies()):
-            if policy.site != site or layer not in policy.layers:
-                continue
-            mask = policy(tokens, attention, layer)
-            before = tokens.layout()
-            tokens, attention = pack(tokens, mask), None
-            record(Stage(layer, site, number, before, mask, tokens.seqlens))
+        for number, policy in self.stages_ahead(half):
+            mask = policy(tokens, attention, half // 2)
+            before = tokens
+            tokens = pack(tokens, mask, capacity if mask.rows_per_image is None else None)
+            attention = None
+            if record is not None:
+                record(
+                    Stage(
+                        half // 2,
+                        policy.site,
+                        number,
+                        before.layout(),
+                        replace(mask, selection=None),
+                        tokens.seqlens,
+                    )
+                )
         return tokens, attention
 
     def _run(self, half: Callable[..., Any], block: nn.Module, tokens: RaggedTokens, **settings: Any) -> Any:

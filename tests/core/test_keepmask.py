@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_support import dense_tokens, rows_of
 
-from prunevit import KeepMask, RaggedTokens, rank, sample, threshold, top_k, top_p
+from prunevit import KeepMask, RaggedTokens, pack, rank, sample, threshold, top_k, top_p
 from prunevit.keepmask import keep_count, keep_everything
 
 
@@ -118,6 +118,32 @@ def test_sample_hits_by_the_share_of_the_score() -> None:
     assert kept_patches(tokens, sample(tokens, score, 3), 0) == [0, 1, 3]
     # Equal scores are told apart by their place alone; many points hit all but the smallest.
     assert kept_patches(tokens, sample(tokens, torch.ones(4), 50), 0) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda t, s: top_k(t, s, 0.5),
+        lambda t, s: top_k(t, s, count=2),
+        lambda t, s: threshold(t, s, 0.4, min_keep=2, max_keep=3),
+        lambda t, s: top_p(t, s, 0.6),
+        lambda t, s: sample(t, s, 4),
+    ],
+)
+def test_dead_rows_change_nothing(select) -> None:  # type: ignore[no-untyped-def]
+    """A batch packed to a larger capacity, ragged: no verb reads the rows behind it."""
+    tokens = dense_tokens(3, 8, 1)
+    keep = tokens.live & ~(tokens.image_index[tokens.image_id.long()] * 2 > tokens.source).logical_and(
+        tokens.is_patch
+    )
+    exact, roomy = pack(tokens, KeepMask(keep)), pack(tokens, KeepMask(keep), capacity=40)
+    live = exact.x.shape[0]
+    score = torch.rand(40, dtype=torch.float64)
+    score[live:] = torch.nan
+    expected, got = select(exact, score[:live]), select(roomy, score)
+    assert not exact.uniform
+    assert got.keep[:live].tolist() == expected.keep.tolist()
+    assert not got.keep[live:].any()
 
 
 def test_keep_everything_and_bad_words() -> None:

@@ -12,10 +12,18 @@ from torch.func import functional_call
 import prunevit
 from prunevit import PruningPolicy
 from prunevit.policies import (
+    ATS,
+    DPCKNN,
+    LTMP,
     POLICIES,
+    Cross,
+    DiffRate,
+    DynamicViT,
     EViT,
     FixedRate,
+    KMedoids,
     NoPruning,
+    PatchDropout,
     RandomPruning,
     Replay,
     ThresholdL2,
@@ -57,6 +65,40 @@ CASES: dict[str, tuple[Callable[[], PruningPolicy], Callable[[], PruningPolicy],
     ),
     "top_p": (lambda: TopP(0.6, (1, 2)), lambda: TopP(1.0, (1, 2)), False),
     "tome": (lambda: ToMe(6), lambda: ToMe(0), True),
+    # Sampling never takes the patch of the lowest score: it keeps everything only where it does not act.
+    "ats": (lambda: ATS(layers=(1, 2)), lambda: ATS(layers=()), False),
+    "ats-fraction": (lambda: ATS(0.5, (1, 2)), lambda: ATS(layers=()), False),
+    "ats-token_reduction": (
+        lambda: ATS(0.6, (1, 2), "token_reduction"),
+        lambda: ATS(0.6, (), "token_reduction"),
+        False,
+    ),
+    "dynamicvit": (lambda: DynamicViT(0.6, (1, 2)), lambda: DynamicViT(1.0, (1, 2)), True),
+    "dynamicvit-threshold": (
+        lambda: DynamicViT(layers=(1, 2), rule="threshold"),
+        lambda: DynamicViT(layers=(1, 2), rule="threshold", threshold=0.0),
+        False,
+    ),
+    "kmedoids": (lambda: KMedoids(0.6, (1, 2)), lambda: KMedoids(1.0, (1, 2)), True),
+    "diffrate": (
+        lambda: DiffRate((37, 30, 30, 9), (30, 25, 20, 5)),
+        lambda: DiffRate((99,) * 4, (99,) * 4),
+        True,
+    ),
+    "ltmp": (lambda: LTMP(0.97, 0.01), lambda: LTMP(2.0, 0.0), False),
+    "dpc_knn": (lambda: DPCKNN(0.6, (1, 2)), lambda: DPCKNN(1.0, (1, 2)), True),
+    "dpc_knn-learned": (
+        lambda: DPCKNN(0.6, (1, 2), learned_weight=True),
+        lambda: DPCKNN(1.0, (1, 2), learned_weight=True),
+        True,
+    ),
+    "patch_dropout": (PatchDropout, PatchDropout, True),
+    "cross": (lambda: Cross("evit", "ats", (1, 2)), lambda: Cross(layers=()), False),
+    "cross-known": (
+        lambda: Cross("threshold_l2", {"name": "topk", "keep_rate": 0.6}, (1, 2)),
+        lambda: Cross("threshold_l2", {"name": "topk", "keep_rate": 1.0}, (1, 2)),
+        True,
+    ),
 }
 MODELS = {
     "cls": {},
@@ -106,19 +148,24 @@ def test_it_prunes_and_gradients_are_finite(name: str) -> None:
     model = small_vit()
     pruned = prunevit.prune(model, CASES[name][0]())
     trace = pruned.trace(images_for(model, 2))
-    assert name == "none" or (trace.mlp_rows[-1] < 37).all()
-    for gradient in torch.autograd.grad(trace.logits.square().sum(), list(pruned.parameters())):
+    assert name in ("none", "patch_dropout") or (trace.mlp_rows[-1] < 37).all()
+    for gradient in torch.autograd.grad(trace.logits.square().sum(), list(model.parameters())):
         assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_waits_for_the_device_only_where_counts_depend_on_the_data(name: str) -> None:
-    """Fake tensors know no values: whoever asks for one raises. The fake device is a GPU, so checks are deferred."""
+def test_it_waits_for_the_device_only_where_counts_depend_on_the_data(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors know no values: whoever asks for one raises. The fake device is a GPU, so that checks are
+    deferred; kernels, which would be launched on it, are left out."""
     make, _, known = CASES[name]
+    monkeypatch.setattr("prunevit.kernels.select.takes_triton", lambda values: False)
+    monkeypatch.setattr("prunevit.kernels.gather.takes_triton", lambda values: False)
     pruned = prunevit.prune(small_vit(), make(), backend="padded")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        images = torch.empty(2, 3, 96, 96, device="cuda")
-        weights = {name: torch.empty(p.shape, device="cuda") for name, p in pruned.state_dict().items()}
+        images = torch.empty(2, 3, 96, 96, device="cuda", dtype=torch.float64)
+        weights = {name: torch.empty_like(p, device="cuda") for name, p in pruned.state_dict().items()}
         if known:
             assert functional_call(pruned, weights, (images,)).shape == (2, 10)
         else:

@@ -5,16 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from dense_ats import ats
+from dense_diffrate import diffrate
 from dense_evit import evit
+from dense_kmedoids import kmedoids
+from dense_ltmp import ltmp
 from dense_threshold import norm_fixed_ratio, norm_threshold
 from dense_threshold import top_p as dense_top_p
 from dense_tome import tome
 from dense_topk import topk
+from dense_walk import Record
 from tests_support import small_vit
 from torch import nn
 
 import prunevit
-from prunevit.policies import EViT, ThresholdL2, ToMe, TopK, TopP
+from prunevit import Trace
+from prunevit.policies import ATS, LTMP, DiffRate, EViT, KMedoids, ThresholdL2, ToMe, TopK, TopP
 from prunevit.policy import PruningPolicy
 
 Dense = Callable[[Any, torch.Tensor], tuple[torch.Tensor, Any]]
@@ -43,6 +49,34 @@ CASES: dict[str, tuple[PruningPolicy, Dense]] = {
     ),
     "norm-published": (ThresholdL2(0.5, (2,), "published"), lambda m, x: norm_fixed_ratio(m, x, 0.5, (2,))),
     "top-p": (TopP(0.8, (1, 2)), lambda m, x: dense_top_p(m, x, 0.8, (1, 2))),
+    "ats": (ATS(layers=(1, 2, 3)), lambda m, x: ats(m, x, None, (1, 2, 3))),
+    "ats-rows": (ATS(20, (1, 2)), lambda m, x: ats(m, x, 20, (1, 2))),
+    "ats-fraction": (ATS(0.6, (0, 1, 2)), lambda m, x: ats(m, x, 0.6, (0, 1, 2))),
+    "diffrate": (
+        DiffRate((37, 30, 99, 9), (33, 25, 14, 1)),
+        lambda m, x: diffrate(m, x, (37, 30, 99, 9), (33, 25, 14, 1)),
+    ),
+    "diffrate-prune-alone": (
+        DiffRate((30, 20, 20, 9), (37, 20, 99, 9)),
+        lambda m, x: diffrate(m, x, (30, 20, 20, 9), (37, 20, 99, 9)),
+    ),
+    "ltmp": (LTMP(31 / 32, 1 / 64), lambda m, x: ltmp(m, x, [31 / 32] * 4, [1 / 64] * 4)),
+    "ltmp-block-by-block": (
+        LTMP((63 / 64, 2, 255 / 256, 31 / 32), (0, 1 / 64, 1 / 32, 1)),
+        lambda m, x: ltmp(m, x, (63 / 64, 2, 255 / 256, 31 / 32), (0, 1 / 64, 1 / 32, 1)),
+    ),
+    "kmedoids": (KMedoids(0.7, (1, 2, 3)), lambda m, x: kmedoids(m, x, 0.7, (1, 2, 3))),
+    "kmedoids-one-turn": (
+        KMedoids(0.4, (1, 3), iterations=1),
+        lambda m, x: kmedoids(m, x, 0.4, (1, 3), iterations=1),
+    ),
+}
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "distilled": {"name": "deit_tiny_distilled_patch16_224"},
+    "registers": {"reg_tokens": 3, "init_values": 0.5},
 }
 
 
@@ -53,20 +87,8 @@ def gradients(model: nn.Module, logits: torch.Tensor) -> dict[str, torch.Tensor]
     return dict(zip(parameters, found))
 
 
-@pytest.mark.parametrize(
-    "architecture", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "registers"]
-)
-@pytest.mark.parametrize("name", CASES)
-def test_policy_equals_its_dense_twin(name: str, architecture: str) -> None:
-    settings = {"reg_tokens": 3, "init_values": 0.5} if architecture == "registers" else {}
-    model = small_vit("vit_tiny_patch16_224" if settings else architecture, **settings)
-    policy, dense = CASES[name]
-    images = torch.randn(3, 3, 96, 96, dtype=torch.float64)
-    pruned = prunevit.prune(model, policy)
-
-    expected, record = dense(model, images)
-    trace = pruned.trace(images)
-
+def assert_equal(model: Any, trace: Trace, expected: torch.Tensor, record: Record) -> None:
+    """Decisions are the same, logits within 1e-11, gradients within 1e-10 of each parameter's largest."""
     counts = [(stage.counts - model.num_prefix_tokens).tolist() for stage in trace.stages]
     assert counts == [stage.counts for stage in record.stages]
     for number, twin in enumerate(record.stages):
@@ -80,6 +102,18 @@ def test_policy_equals_its_dense_twin(name: str, architecture: str) -> None:
     for parameter, gradient in theirs.items():
         scale = gradient.abs().max().clamp(min=1e-6).item()
         torch.testing.assert_close(ours[parameter], gradient, rtol=0, atol=1e-10 * scale, msg=parameter)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", CASES)
+def test_policy_equals_its_dense_twin(name: str, architecture: str) -> None:
+    model = small_vit(**ARCHITECTURES[architecture])
+    policy, dense = CASES[name]
+    images = torch.randn(3, 3, 96, 96, dtype=torch.float64)
+    pruned = prunevit.prune(model, policy)
+
+    expected, record = dense(model, images)
+    assert_equal(model, pruned.trace(images), expected, record)
 
 
 def test_tome_of_thirteen_in_twelve_blocks() -> None:

@@ -1,0 +1,144 @@
+"""LTMP: merge and prune by learned thresholds (Bonnaerens and Dambre, "Learned Thresholds", TMLR 2023).
+
+Differs from the authors' code: images of a batch may keep different numbers (there, evaluation needs batches of one);
+a value equal to the prune threshold stays; an image always keeps a patch in evaluation; distillation and register
+tokens neither merge nor leave. The authors train with SGD, the model frozen, and clip the thresholds to [0, 1] after
+each step, which is for the optimiser's owner to do; `softmax_eps=1e-5` is theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from prunevit.folding import merge, nearest
+from prunevit.keepmask import KeepMask, threshold
+from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.tokens import AttentionState, RaggedTokens
+from prunevit.trace import Trace
+
+
+class LTMP(PruningPolicy):
+    """Merge ToMe's pairs whose keys are alike enough, then prune what receives too little attention, in each block.
+
+    A row that others merged into counts as the best attended of them. In training no row leaves: what would is masked
+    by a step with the gradient of `sigmoid((value - threshold) / tau)`.
+    """
+
+    knob = "merge_threshold"
+    needs = frozenset({"received_attention"})
+
+    def __init__(
+        self,
+        merge_threshold: float | Sequence[float] = 0.9,
+        prune_threshold: float | Sequence[float] = 0.0,
+        layers: Sequence[int] | str = ":",
+        tau: float = 0.1,
+        target: float | None = None,
+        target_weight: float = 10.0,
+        softmax_eps: float = 0.0,
+    ) -> None:
+        """Set where the thresholds start.
+
+        Args:
+            merge_threshold: Cosine above which a pair merges: one, or one a layer.
+            prune_threshold: Attention received, mean over heads and queries, below which a patch leaves; likewise.
+            layers: Blocks after whose attention it acts.
+            tau: Temperature of the step's gradient.
+            target: Fraction of the unpruned model's FLOPs that training aims at; None: no such loss.
+            target_weight: Weight of that loss.
+            softmax_eps: Constant of the softmax in training.
+        """
+        super().__init__(merge_threshold, layers)
+        self.prune_threshold = (
+            tuple(prune_threshold) if isinstance(prune_threshold, Sequence) else prune_threshold
+        )
+        self.tau, self.target, self.target_weight = tau, target, target_weight
+        self.softmax_eps = softmax_eps
+        self.merge_thresholds = nn.Parameter(torch.empty(0))
+        self.prune_thresholds = nn.Parameter(torch.empty(0))
+
+    def setup(self, info: ModelInfo) -> None:
+        """Make the thresholds, the first time: two a layer.
+
+        Raises:
+            ValueError: If there is not one for each layer.
+        """
+        super().setup(info)
+        self.head_dim, self.width, self.depth = info.width // info.num_heads, info.width, info.depth
+        if not self.merge_thresholds.numel():
+            prune = self.prune_threshold
+            start = prune if isinstance(prune, tuple) else (prune,) * len(self.layers)
+            merge_start = [self.rate(layer) for layer in self.layers]
+            self.merge_thresholds = nn.Parameter(torch.tensor(merge_start, dtype=torch.float32))
+            self.prune_thresholds = nn.Parameter(torch.tensor(start, dtype=torch.float32))
+        for thresholds in (self.merge_thresholds, self.prune_thresholds):
+            if len(thresholds) != len(self.layers):
+                raise ValueError(
+                    f"LTMP: there must be one threshold for each of the {len(self.layers)} layers, "
+                    f"got {len(thresholds)}; make a new policy for this model"
+                )
+
+    def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
+        """Attention that a row receives."""
+        assert attention is not None
+        return attention.score("received")
+
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
+        """Merge, then prune."""
+        assert attention is not None
+        stage = self.layers.index(layer)
+        odd = tokens.position % 2 == 1
+        a, b = tokens.is_patch & ~odd, tokens.is_patch & odd
+        present = tokens.is_patch if tokens.soft is None else tokens.is_patch & (tokens.soft > 0.5)
+        # What is masked is like nothing.
+        keys = normalize(attention.k.mean(1), dim=-1) * present[:, None]
+        partner, similarity = nearest(tokens, keys, queries=a, keys=b)
+        merged = present & (similarity > self.merge_thresholds[stage])
+        received = _best_of_group(self.score(tokens, attention, layer), partner, merged)
+        mask = merge(tokens, KeepMask(tokens.live & ~merged), partner, tokens.sizes)
+        order = tokens.position + tokens.max_seqlen * (tokens.is_patch.int() + b.int())
+        mask = replace(mask, order=order, key_weight=tokens.sizes)
+        if not self.training:
+            return threshold(tokens, received, self.prune_thresholds[stage], within=mask)
+        merging = self._step(similarity, self.merge_thresholds[stage])
+        staying = self._step(received, self.prune_thresholds[stage])
+        gone = torch.zeros_like(staying) if tokens.soft is None else tokens.soft
+        soft = torch.where(merged, 1 - merging, torch.where(present, staying, gone))
+        return replace(mask, soft=torch.where(tokens.is_patch, soft, 1.0))
+
+    def losses(self, trace: Trace, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Squared distance of the FLOPs from their target, by the mean share of the rows that each block keeps."""
+        shares = {
+            stage.layer: stage.tokens.mean(stage.mask.soft).mean()
+            for stage in trace.stages
+            if stage.layer in self.layers and stage.mask.soft is not None
+        }
+        if self.target is None or not shares:
+            return {}
+        n, width = trace.tokens.max_seqlen, self.width
+        share = torch.ones_like(next(iter(shares.values())))
+        flops = torch.zeros_like(share)
+        for layer in range(self.depth):
+            flops = flops + 2 * share * n * width**2 + (share * n) ** 2 * width
+            share = shares.get(layer, share)
+            flops = flops + 4 * share * n * width**2
+        ratio = flops / (self.depth * (6 * n * width**2 + n**2 * width))
+        return {"flops": self.target_weight * (ratio - self.target).square()}
+
+    def macs(self, counts: Tensor) -> Tensor:
+        """The products of A with B."""
+        return (counts.double() / 2) ** 2 * self.head_dim
+
+    def _step(self, value: Tensor, threshold: Tensor) -> Tensor:
+        """1 where a value exceeds a threshold, else 0, with a sigmoid's gradient."""
+        soft = ((value - threshold) / self.tau).sigmoid()
+        return soft + ((soft > 0.5).to(soft) - soft).detach()
+
+
+def _best_of_group(score: Tensor, partner: Tensor, merged: Tensor) -> Tensor:
+    """The largest score among a row and those that merge into it, `[T]`."""
+    rows = torch.arange(len(score), device=score.device)
+    return score.scatter_reduce(0, torch.where(merged, partner, rows), score, "amax")

@@ -1,0 +1,158 @@
+"""Execution modes: eager, compiled, as CUDA graphs, or whichever is fastest, for pruned and dense models alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunevit.graphs import GraphCache, SegmentedWalk
+from prunevit.vit import RaggedViT
+
+MODES = ("eager", "compile", "graph", "compile+graph", "best")
+
+
+def accelerate(model: nn.Module, mode: str = "best", max_graphs: int = 64) -> Accelerated:
+    """Run a model for evaluation in another execution mode; the weights are shared.
+
+    Args:
+        model: A `RaggedViT`, or any module from images to logits.
+        mode: One of `MODES`. "best" times the others once for each input shape and keeps the fastest; away from a GPU
+            that is "eager".
+        max_graphs: CUDA graphs that are kept; the one unused for longest is dropped.
+
+    Raises:
+        ValueError: If the mode is not known, or needs a GPU that the model is not on.
+    """
+    return Accelerated(model, mode, max_graphs)
+
+
+class Accelerated(nn.Module):
+    """A model in an execution mode, for evaluation: no gradients; the outputs are the caller's to keep.
+
+    The first call of a shape runs without a graph (the odd last batch of a data set costs no capture), the second one
+    captures. Weights that are changed in place are seen; graphs are dropped and made anew when parameters move
+    (`.to()`, `load_state_dict(assign=True)`), and are not copied or pickled along.
+
+    Attributes:
+        model: The model.
+        mode: The mode asked for.
+        chosen: For each input shape that "best" met, the seconds of a call in each mode.
+    """
+
+    def __init__(self, model: nn.Module, mode: str = "best", max_graphs: int = 64) -> None:
+        """See `accelerate`."""
+        super().__init__()
+        if mode not in MODES:
+            raise ValueError(f"accelerate: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        device = next(model.parameters()).device
+        if "graph" in mode and device.type != "cuda":
+            raise ValueError(
+                f'accelerate: mode="{mode}" needs a model on a CUDA device, got {device}; use "eager"'
+            )
+        self.model, self.mode, self.max_graphs = model, mode, max_graphs
+        self.train(model.training)
+        self._drop()
+
+    def forward(self, images: Tensor, image_index: Tensor | None = None) -> Tensor:
+        """Classify.
+
+        Args:
+            images: `[B, 3, height, width]`.
+            image_index: As for `RaggedViT`, and only for one.
+
+        Returns:
+            Logits `[B, K]`.
+
+        Raises:
+            ValueError: In training mode.
+
+        Cost:
+            In a graph a copy of the images and of the logits; where counts depend on the data, one read-back a stage.
+        """
+        if self.training:
+            raise ValueError("accelerate: the model must be in evaluation mode, got training; call .eval()")
+        if self._places() != self._seen_places:
+            self._drop()
+        inputs = (images,) if image_index is None else (images, image_index)
+        with torch.no_grad():
+            return self._run(self._fastest(inputs) if self.mode == "best" else self.mode, inputs)
+
+    def _run(self, mode: str, inputs: tuple[Tensor, ...]) -> Tensor:
+        key = (mode, *((each.shape, each.dtype) for each in inputs))
+        if mode in ("eager", "compile") or key not in self._seen:
+            self._seen.add(key)
+            return self._forward(mode)(*inputs)
+        if self._host_knows_counts(inputs):
+            forward = self._forward(mode)
+            return self._graphs(key, lambda *each: (forward(*each),), inputs)[0].clone()
+        if key not in self._walks:
+            self._walks[key] = SegmentedWalk(self.model, self._graphs, self._walk(mode), key)  # type: ignore[arg-type]
+        return self._walks[key](*inputs).clone()
+
+    def _fastest(self, inputs: tuple[Tensor, ...]) -> str:
+        if not inputs[0].is_cuda:
+            return "eager"
+        key = tuple((each.shape, each.dtype) for each in inputs)
+        if key not in self.chosen:
+            self.chosen[key] = {mode: self._time(mode, inputs) for mode in MODES[:-1]}
+        return min(self.chosen[key], key=self.chosen[key].__getitem__)
+
+    def _time(self, mode: str, inputs: tuple[Tensor, ...], calls: int = 10) -> float:
+        """Median seconds of a call, after three that warm up."""
+        seconds = []
+        for _ in range(calls + 3):
+            torch.cuda.synchronize(inputs[0].device)
+            start = time.perf_counter()
+            self._run(mode, inputs)
+            torch.cuda.synchronize(inputs[0].device)
+            seconds.append(time.perf_counter() - start)
+        return sorted(seconds[3:])[calls // 2]
+
+    def _host_knows_counts(self, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether no stage's count depends on the data: found by looking at one forward of this shape."""
+        if not isinstance(self.model, RaggedViT):
+            return True
+        key = inputs[0].shape
+        if key not in self._static:
+            stages = self.model.trace(*inputs).stages
+            self._static[key] = all(stage.mask.rows_per_image is not None for stage in stages)
+        return self._static[key]
+
+    def _forward(self, mode: str) -> Callable[..., Tensor]:
+        return self._compiled("forward") if mode.startswith("compile") else self.model
+
+    def _walk(self, mode: str) -> Callable[..., Any]:
+        return self._compiled("walk") if mode.startswith("compile") else self.model.walk  # type: ignore[return-value]
+
+    def _compiled(self, method: str) -> Callable[..., Any]:
+        if method not in self._code:
+            self._code[method] = torch.compile(getattr(self.model, method))
+        return self._code[method]
+
+    def _places(self) -> tuple[int, int]:
+        """Where the first and the last parameter lie: enough to see that a model has moved."""
+        parameters = list(self.model.parameters())
+        return parameters[0].data_ptr(), parameters[-1].data_ptr()
+
+    def _drop(self) -> None:
+        self._graphs = GraphCache(self.max_graphs)
+        self._seen: set[Hashable] = set()
+        self._static: dict[Hashable, bool] = {}
+        self._walks: dict[Hashable, SegmentedWalk] = {}
+        self._code: dict[str, Callable[..., Any]] = {}
+        self.chosen: dict[Hashable, dict[str, float]] = {}
+        self._seen_places = self._places()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: graphs, compiled code, timings."""
+        own = ("_graphs", "_seen", "_static", "_walks", "_code", "chosen", "_seen_places")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without graphs."""
+        super().__setstate__(state)
+        self._drop()

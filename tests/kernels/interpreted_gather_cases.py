@@ -1,0 +1,60 @@
+"""The kernel of `gather` on a CPU, interpreted; bf16 is wrong there.
+
+`test_gather.py` runs this file in a process of its own: TRITON_INTERPRET=1 must be set before triton is imported.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from gather_cases import FOLDS, assert_gathered, make_gather_case
+from selection_cases import poison
+
+from prunevit.kernels import gather as door
+from prunevit.kernels.gather import gather
+
+pytestmark = pytest.mark.interpret
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "takes_triton", lambda values: True)
+    poison(monkeypatch)
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("lengths", [[20, 0, 33], [197], [300, 2]], ids=str)
+def test_gather(lengths: list[int], dtype: torch.dtype, fold: str) -> None:
+    case = make_gather_case(lengths, 24, dtype, fold, spare=21, dead_rows=9)
+    assert_gathered(gather(**case), case)
+
+
+@pytest.mark.parametrize("channels", [1, 5, 130, 384])
+def test_gather_channels(channels: int) -> None:
+    case = make_gather_case([12, 9], channels, torch.float16, "one heir", spare=3)
+    assert_gathered(gather(**case), case)
+
+
+@pytest.mark.parametrize("fold", ["none", "pairs"])
+def test_gather_what_is_absent(fold: str) -> None:
+    names = ("size", "key_weight", "soft", "merge_weight", "size_in", "key_weight_in")
+    for here in product([True, False], repeat=len(names)):
+        absent = tuple(name for name, there in zip(names, here) if not there)
+        case = make_gather_case([12], 3, torch.float32, fold, spare=2, absent=absent)
+        assert_gathered(gather(**case), case)
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_gather_tall_tiles(fold: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prunevit.kernels import triton_gather
+
+    monkeypatch.setattr(triton_gather, "MANY_ROWS", 0)
+    case = make_gather_case([50, 1, 90], 140, torch.float32, fold, spare=70)
+    assert_gathered(gather(**case), case)
+
+
+@pytest.mark.parametrize("fold", ["none", "one heir"])
+def test_gather_never_writes_beyond_capacity(fold: str) -> None:
+    case = make_gather_case([20, 30], 8, torch.float32, fold, spare=-6)
+    assert_gathered(gather(**case), case)

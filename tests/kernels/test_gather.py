@@ -1,0 +1,195 @@
+"""`gather`: the torch reference against a loop and against `pack`, the compiled operation, the kernel on a GPU."""
+
+import math
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gather_cases import FOLDS, assert_gathered, make_gather_case
+from torch import Tensor
+from triton_without_gpu import compile_for_hopper, run_interpreted
+
+from prunevit.keepmask import KeepMask
+from prunevit.kernels import gather as door
+from prunevit.kernels.gather import gather
+from prunevit.packing import pack, plan
+from prunevit.tokens import RaggedTokens
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+OPTIONAL = ("size", "key_weight", "soft", "merge_weight", "size_in", "key_weight_in")
+
+
+def test_kernel_through_the_interpreter() -> None:
+    run_interpreted("interpreted_gather_cases.py")
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_reference_against_a_loop(dtype: torch.dtype, fold: str) -> None:
+    case = make_gather_case([20, 0, 33], 24, dtype, fold, spare=21, dead_rows=9)
+    assert_gathered(gather(**case), case)
+
+
+@pytest.mark.parametrize("fold", ["none", "pairs"])
+def test_what_is_absent(fold: str) -> None:
+    for here in product([True, False], repeat=len(OPTIONAL)):
+        absent = tuple(name for name, there in zip(OPTIONAL, here) if not there)
+        case = make_gather_case([12], 3, torch.float32, fold, spare=2, absent=absent)
+        assert_gathered(gather(**case), case)
+
+
+@pytest.mark.parametrize("fold", ["none", "one heir"])
+def test_never_writes_beyond_capacity(fold: str) -> None:
+    case = make_gather_case([20, 30], 8, torch.float32, fold, spare=-6)
+    assert_gathered(gather(**case), case)
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_same_as_pack(fold: str) -> None:
+    case = make_gather_case([17] * 3, 5, torch.float64, fold)
+    tokens = RaggedTokens.from_padded(case["x"].view(3, 17, 5), num_prefix_tokens=1, grid=(4, 4))
+    tokens = replace(tokens, **{name: case[name] for name in ("size", "key_weight", "soft")})
+    folds = {name: case[name] for name in ("merge_into", "merge_weight")} if fold != "none" else {}
+    mask = KeepMask(case["kept"], **folds, size=case["size_in"], key_weight=case["key_weight_in"])
+    packed, layout = pack(tokens, mask), plan(tokens, mask)
+    case |= {"source": tokens.source, "image_id": tokens.image_id, "cu_new": layout.cu_seqlens}
+    case |= {"kept": layout.kept, "destination": layout.destination, "capacity": packed.x.shape[0]}
+    for name, values in gather(**case)._asdict().items():
+        torch.testing.assert_close(values, getattr(packed, name), rtol=0, atol=0)
+
+
+def test_gradients_flow() -> None:
+    case = make_gather_case([9, 4], 3, torch.float64, "one heir")
+    names = ("x", "merge_weight", "size_in", "key_weight_in")
+    leaves = [case.pop(name).nan_to_num(0.5).requires_grad_() for name in names]
+
+    def packed(*values: Tensor) -> tuple[Tensor, ...]:
+        moved = gather(**case, **dict(zip(names, values)))
+        return moved.x, moved.size, moved.key_weight  # type: ignore[return-value]
+
+    assert torch.autograd.gradcheck(packed, leaves)
+
+
+@pytest.mark.parametrize(("fold", "dtype"), list(product(["none", "pairs"], [torch.float16, torch.float32])))
+def test_operation_is_well_formed(fold: str, dtype: torch.dtype) -> None:
+    for absent in ((), OPTIONAL):
+        case = make_gather_case([6, 0, 5], 3, dtype, fold, spare=2, dead_rows=1, absent=absent)
+        torch.library.opcheck(door._gather_op, positional(case))
+
+
+@pytest.mark.parametrize("fold", ["none", "pairs"])
+def test_compiled_without_a_break(fold: str) -> None:
+    compiled = torch.compile(lambda case: gather(**case), fullgraph=True, backend="aot_eager")
+    for absent in ((), ("size", "size_in", "soft")):
+        case = make_gather_case([6, 0, 5], 3, torch.float32, fold, spare=2, absent=absent)
+        case["x"] = case["x"].nan_to_num(7.0)
+        for got, right in zip(compiled(case), gather(**case), strict=True):
+            assert (got is None) == (right is None)
+            if right is not None:
+                torch.testing.assert_close(got, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("channels", [192, 384, 1664])
+@pytest.mark.parametrize("fold", ["none", "one heir"])
+@pytest.mark.parametrize("many", [False, True])
+def test_kernel_compiles_for_hopper(
+    many: bool, fold: str, channels: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from prunevit.kernels import triton_gather
+
+    monkeypatch.setattr(triton_gather, "MANY_ROWS", 0 if many else 1000)
+    for dtype in DTYPES if channels == 384 else DTYPES[1:2]:
+        arguments = positional(make_gather_case([12], channels, dtype, fold))
+        compiled = compile_for_hopper(
+            monkeypatch, triton_gather, lambda arguments=arguments: triton_gather.triton_gather(*arguments), tmp_path
+        )  # fmt: skip
+        assert compiled.spilled == 0
+        assert compiled.shared <= 8 * 1024
+        assert re.search(r"ld\.global[\w.:]*\.v4", compiled.ptx)
+        assert re.search(r"st\.global[\w.:]*\.v4", compiled.ptx)
+        assert not re.search(r"^\s*(atom|red)\b", compiled.ptx, re.MULTILINE)
+
+
+def positional(case: dict[str, Any]) -> tuple[Any, ...]:
+    """Put a case in the order that the operation takes."""
+    order = (
+        "x", "image_id", "source", "size_in", "key_weight_in", "soft", "kept", "destination", "cu_old", "cu_new",
+        "capacity", "merge_into", "merge_weight",
+    )  # fmt: skip
+    folds_key_weight = case["merge_into"] is not None and case["key_weight_in"] is not None
+    return (*(case[name] for name in order), folds_key_weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [5, 192, 384, 1664])
+def test_on_a_gpu(channels: int, dtype: torch.dtype, fold: str) -> None:
+    case = make_gather_case([197, 0, 33, 300], channels, dtype, fold, spare=210, dead_rows=9, device="cuda")
+    assert_gathered(gather(**case), case)
+    assert_gathered(
+        gather(**case | {"capacity": case["capacity"] - 250}), case | {"capacity": case["capacity"] - 250}
+    )
+
+
+@pytest.mark.gpu
+def test_tall_tiles_on_a_gpu_same_bits_twice() -> None:
+    for fold in FOLDS:
+        case = make_gather_case([197] * 90, 64, torch.bfloat16, fold, spare=3, device="cuda")
+        first, second = gather(**case), gather(**case)
+        assert_gathered(first, case)
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.gpu
+def test_what_is_absent_on_a_gpu() -> None:
+    for fold in ("none", "pairs"):
+        for absent in ((), OPTIONAL, OPTIONAL[3:], OPTIONAL[:3], ("size_in", "key_weight_in")):
+            case = make_gather_case([40, 12], 24, torch.float16, fold, spare=2, absent=absent, device="cuda")
+            assert_gathered(gather(**case), case)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_to_the_31_elements() -> None:
+    rows, channels = 1_400_000, 1664
+    x = torch.zeros(rows, channels, dtype=torch.float16, device="cuda")
+    x[:, 0] = torch.arange(rows, device="cuda") % 2000
+    assert x.numel() > 2**31
+    every = torch.arange(rows, device="cuda")
+    bounds = torch.arange(0, rows + 1, 200, dtype=torch.int32, device="cuda")
+    ids = torch.arange(rows // 200, device="cuda", dtype=torch.int32).repeat_interleave(200)
+    moved = gather(
+        x,
+        ids,
+        ids,
+        kept=every >= 0,
+        destination=rows - 1 - every,
+        cu_old=bounds,
+        cu_new=bounds,
+        capacity=rows,
+    )
+    assert torch.equal(moved.x[:, 0], x[:, 0].flip(0))
+    assert torch.equal(moved.source, ids.flip(0))
+
+
+@pytest.mark.gpu
+def test_never_synchronises() -> None:
+    case = make_gather_case([40, 12], 24, torch.float16, "one heir", spare=2, device="cuda")
+    for mode in ("default", "error"):  # the first round compiles, and loading a kernel may synchronise
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            gather(**case)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_gradients_take_the_reference() -> None:
+    case = make_gather_case([40, 12], 24, torch.float32, "pairs", device="cuda")
+    case["x"] = case["x"].nan_to_num().requires_grad_()
+    (gradient,) = torch.autograd.grad(gather(**case).x.sum(), case["x"])
+    assert math.isfinite(gradient.sum().item())
