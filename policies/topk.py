@@ -46,7 +46,7 @@ class TopK(PruningPolicy):
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
         """Attention that a row gets."""
         assert attention is not None
-        return attention.score(self.score_source)
+        return attention.by_head(self.score_source)
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep the best."""

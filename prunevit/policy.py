@@ -138,7 +138,9 @@ class PruningPolicy(nn.Module):
         return self.knob_value ** (stage + 1) if self.compound else self.knob_value
 
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
-        """How much each patch deserves to stay, `[T]`; a policy that ranks patches says here by what.
+        """How much each patch deserves to stay, `[T]` or `[T, H]` (a mean over heads is meant).
+
+        A policy that ranks patches says here by what.
 
         Args:
             tokens: The batch at this site.

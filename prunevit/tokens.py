@@ -225,8 +225,8 @@ class AttentionState:
     prefix_attention: Tensor | None = None
     received_attention: Tensor | None = None
 
-    def score(self, source: str) -> Tensor:
-        """How much attention each row gets, mean over heads, `[T]`.
+    def by_head(self, source: str) -> Tensor:
+        """How much attention each row gets in each head, `[T, H]`: what the verbs take as a score, without a copy.
 
         Args:
             source: A key of `SCORE_SOURCES`: "cls" (from the CLS token), "prefix" (mean over all prefix rows) or
@@ -234,10 +234,13 @@ class AttentionState:
         """
         if source == "received":
             assert self.received_attention is not None
-            return self.received_attention.mean(-1)
+            return self.received_attention
         assert self.prefix_attention is not None
-        rows = self.prefix_attention if source == "prefix" else self.prefix_attention[:, :1]
-        return rows.mean((1, 2))
+        return self.prefix_attention.mean(1) if source == "prefix" else self.prefix_attention[:, 0]
+
+    def score(self, source: str) -> Tensor:
+        """How much attention each row gets, mean over heads, `[T]`; `source` as in `by_head`."""
+        return self.by_head(source).mean(-1)
 
 
 SCORE_SOURCES = {
@@ -245,7 +248,7 @@ SCORE_SOURCES = {
     "prefix": "prefix_attention",
     "received": "received_attention",
 }
-"""What each source of `AttentionState.score` reads."""
+"""What each source of attention reads."""
 
 
 def score_needs(owner: str, source: str) -> frozenset[str]:

@@ -14,5 +14,5 @@ class LowestAttention(TopK):
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep the worst."""
         assert attention is not None
-        score = -attention.score(self.score_source)
+        score = -attention.by_head(self.score_source)
         return top_k(tokens, score, self.rate(layer), rounding=self.rounding, of=self.of)
