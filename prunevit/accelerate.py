@@ -134,9 +134,9 @@ class Accelerated(nn.Module):
         return self._code[method]
 
     def _places(self) -> tuple[int, int]:
-        """Where the first and the last parameter lie: enough to see that a model has moved."""
-        parameters = list(self.model.parameters())
-        return parameters[0].data_ptr(), parameters[-1].data_ptr()
+        """Where the first and the last parameter lie: enough to see that a model has moved, and quickly asked."""
+        first, last = ((owner._parameters[name]) for owner, name in self._ends)
+        return first.data_ptr(), last.data_ptr()  # type: ignore[union-attr]
 
     def _drop(self) -> None:
         self._graphs = GraphCache(self.max_graphs)
@@ -145,11 +145,14 @@ class Accelerated(nn.Module):
         self._walks: dict[Hashable, SegmentedWalk] = {}
         self._code: dict[str, Callable[..., Any]] = {}
         self.chosen: dict[Hashable, dict[str, float]] = {}
+        owned = [(owner, name) for owner in self.model.modules() for name in owner._parameters]
+        present = [(owner, name) for owner, name in owned if owner._parameters[name] is not None]
+        self._ends = present[0], present[-1]
         self._seen_places = self._places()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: graphs, compiled code, timings."""
-        own = ("_graphs", "_seen", "_static", "_walks", "_code", "chosen", "_seen_places")
+        own = ("_graphs", "_seen", "_static", "_walks", "_code", "chosen", "_ends", "_seen_places")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
