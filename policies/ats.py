@@ -50,28 +50,23 @@ class ATS(PruningPolicy):
             min_rows: Rows that no budget goes below; of the variant "official".
 
         Raises:
-            ValueError: If the variant is not known or does not go with the other settings.
+            ValueError: If the variant is not known, or does not go with the budget.
         """
         super().__init__(budget, layers, compound=variant == "token_reduction")
         if variant not in ("official", "token_reduction"):
             raise ValueError(f'ATS: variant must be "official" or "token_reduction", got "{variant}"')
-        self.needs = score_needs("ATS", score_source)
-        self.variant, self.score_source, self.min_rows = variant, score_source, min_rows
-        if variant == "token_reduction" and score_source != "cls":
-            raise ValueError(
-                f'ATS: score_source must be "cls" for variant="token_reduction", got "{score_source}"'
-            )
         shares = self.knob_value if isinstance(self.knob_value, tuple) else (self.knob_value,)
         if variant == "token_reduction" and not all(share is not None and share <= 1 for share in shares):
             raise ValueError(f'ATS: budget must be in (0, 1] for variant="token_reduction", got {budget}')
+        self.needs = score_needs("ATS", score_source)
+        self.variant, self.score_source, self.min_rows = variant, score_source, min_rows
 
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
         """Significance: the attention a row gets times the norm of its value."""
         assert attention is not None
         value = attention.v.to(torch.promote_types(attention.v.dtype, torch.float32))
         if self.variant == "token_reduction":
-            assert attention.prefix_attention is not None
-            return (attention.prefix_attention[:, 0] * value.norm(dim=-1)).sum(-1)
+            return (attention.by_head(self.score_source) * value.norm(dim=-1)).sum(-1)
         return attention.score(self.score_source) * value.flatten(1).norm(dim=-1)
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:

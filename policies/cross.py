@@ -1,7 +1,8 @@
-"""Cross: one policy says which patches stay, another how many; what a score is worth apart from its count, and back.
+"""Cross: one policy says which patches stay, another how many.
 
-Each part is a policy of its own paper. The first lends its ranking (`PruningPolicy.score`), the second the number of
-rows that it would leave in each image, fused and merged ones included. Nothing is fused or merged.
+It shows what a score is worth apart from the count it was published with. The first lends its ranking
+(`PruningPolicy.score`), the second the number of patch rows that it would leave in each image, fused and merged ones
+included. Nothing is fused or merged.
 """
 
 import inspect

@@ -68,7 +68,7 @@ class DiffRate(PruningPolicy):
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
         """Attention that a row gets."""
         assert attention is not None
-        return attention.score(self.score_source)
+        return attention.by_head(self.score_source)
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Prune, then merge."""
@@ -81,8 +81,9 @@ class DiffRate(PruningPolicy):
         tail = left.keep & ~head.keep
         features = normalize(tokens.x.detach(), dim=-1)
         partner, similarity = nearest(tokens, features, queries=tail, keys=head.keep & tokens.is_patch)
-        mask = merge(tokens, head, partner, torch.ones_like(score))
-        weight = torch.ones_like(score) if tokens.key_weight is None else tokens.key_weight
+        one = torch.ones_like(tokens.sizes)
+        mask = merge(tokens, head, partner, one)
+        weight = one if tokens.key_weight is None else tokens.key_weight
         return replace(mask, key_weight=torch.where(tail, weight * similarity.clamp(min=0), weight))
 
     def macs(self, counts: Tensor) -> Tensor:

@@ -103,12 +103,8 @@ class DynamicViT(PruningPolicy):
         if not stages:
             return {}
         ratio = torch.stack([self._ratio_error(stage) for stage in stages]).mean()
-        divergence = kl_div(
-            trace.logits.log_softmax(-1),
-            teacher["logits"].log_softmax(-1),
-            reduction="batchmean",
-            log_target=True,
-        )
+        student, target = _wide(trace.logits).log_softmax(-1), _wide(teacher["logits"]).log_softmax(-1)
+        divergence = kl_div(student, target, reduction="batchmean", log_target=True)
         return {
             "ratio": self.ratio_weight * ratio,
             "logits": self.distill_weight * divergence,
@@ -164,13 +160,17 @@ class Predictor(nn.Module):
         number = tokens.sum(kept).clamp(min=0.5)[:, None]
         mean = (tokens.sum(shared * kept[:, None]) / number).to(own.dtype)
         mean = torch.cat([mean, mean.new_zeros(1, mean.shape[1])])[tokens.image_id]
-        logits = self.classify(torch.cat([own, mean], -1))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        return _wide(self.classify(torch.cat([own, mean], -1))).log_softmax(-1)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _feature_error(tokens: RaggedTokens, features: Tensor) -> Tensor:
     """Mean squared error of the patches kept against `features [B, N, C]`, matched by their place in the grid."""
     kept = tokens.is_patch if tokens.soft is None else tokens.is_patch & (tokens.soft > 0.5)
     image = tokens.image_id.clamp(max=tokens.batch_size - 1)
-    error = (tokens.x - features[image, tokens.num_prefix_tokens + tokens.source]).square().mean(-1)
+    target = features[image, tokens.num_prefix_tokens + tokens.source]
+    error = (_wide(tokens.x) - target).square().mean(-1)
     return error.masked_fill(~kept, 0).sum() / kept.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""LTMP: merge and prune by learned thresholds (Bonnaerens and Dambre, "Learned Thresholds", TMLR 2023).
+"""LTMP: merge and prune by learned thresholds (Bonnaerens and Dambre, TMLR 2023).
 
 Differs from the authors' code: images of a batch may keep different numbers (there, evaluation needs batches of one);
 a value equal to the prune threshold stays; an image always keeps a patch in evaluation; distillation and register
@@ -135,7 +135,7 @@ class LTMP(PruningPolicy):
     def _step(self, value: Tensor, threshold: Tensor) -> Tensor:
         """1 where a value exceeds a threshold, else 0, with a sigmoid's gradient."""
         soft = ((value - threshold) / self.tau).sigmoid()
-        return soft + ((soft > 0.5).to(soft) - soft).detach()
+        return soft + ((value > threshold).to(soft) - soft).detach()
 
 
 def _best_of_group(score: Tensor, partner: Tensor, merged: Tensor) -> Tensor:

@@ -222,7 +222,7 @@ def sample(
         within: Select among the patches that this mask keeps, and hand on its folds.
 
     Cost:
-        The sorts of `rank` and a buffer `[B, points, max_seqlen]`.
+        One `rank`, and a search in each image for each point.
     """
     score = mean_over_heads(score)
     eligible = _eligible(tokens, within)
@@ -236,9 +236,12 @@ def sample(
     high = running.masked_fill(absent, 0.0).amax(1, keepdim=True)
     running = ((running - low) / (high - low).clamp(min=torch.finfo(running.dtype).tiny)).clamp(max=1.0)
     first = running.masked_fill(absent | (running == 0), torch.inf).amin(1, keepdim=True).clamp(max=1.0)
-    step = _steps(tokens, points, rising)
-    distance = (first + (1 - first) * step)[:, :, None] - running[:, None, :]
-    nearest = distance.abs().masked_fill(absent[:, None, :], torch.inf).argmin(2)
+    level = first + (1 - first) * _steps(tokens, points, rising)
+    running = running.masked_fill(absent, torch.inf)
+    above = torch.searchsorted(running, level).minimum((present - 1).clamp(min=0)[:, None])
+    below = (above - 1).clamp(min=0)
+    nearer_below = level - running.gather(1, below) <= running.gather(1, above) - level
+    nearest = torch.where(nearer_below, below, above)
     hit = torch.zeros(tokens.batch_size + 1, rising.shape[1], dtype=torch.bool, device=rising.device)
     hit[: tokens.batch_size].scatter_(1, nearest, True)
     chosen = hit[tokens.image_id.long(), best_last.clamp(max=rising.shape[1] - 1)]

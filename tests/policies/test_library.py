@@ -267,10 +267,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "variant": (lambda: ATS(variant="x"), 'variant must be "official" or "token_reduction"'),
     "no share": (lambda: ATS(variant="token_reduction"), r"budget must be in \(0, 1\]"),
     "no rows": (lambda: ATS(20, variant="token_reduction"), r"budget must be in \(0, 1\]"),
-    "source": (
-        lambda: ATS(0.5, variant="token_reduction", score_source="prefix"),
-        'score_source must be "cls"',
-    ),
     "prob": (lambda: PatchDropout(1.0), r"PatchDropout: prob must be in \[0, 1\), got 1"),
     "rule": (lambda: DynamicViT(rule="x"), 'rule must be "count" or "threshold", got "x"'),
     "no ranking": (lambda: Cross("tome"), "score must be a policy that ranks patches, got ToMe"),
