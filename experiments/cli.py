@@ -11,7 +11,14 @@ from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
 from prunevit.experiments.compose import compose, group_names, nearest, read_yaml
-from prunevit.experiments.config import GROUPS, EvaluateConfig, InputError, PoliciesConfig, leaves
+from prunevit.experiments.config import (
+    GROUPS,
+    BenchConfig,
+    EvaluateConfig,
+    InputError,
+    PoliciesConfig,
+    leaves,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,9 @@ class Verb:
 VERBS = {
     "evaluate": Verb(
         "accuracy, logit deviation and speed", EvaluateConfig, "prunevit.experiments.evaluation:run"
+    ),
+    "bench": Verb(
+        "speed on a GPU beside the strongest rivals", BenchConfig, "prunevit.experiments.benchmark:run"
     ),
     "policies": Verb("list the pruning policies", PoliciesConfig, "prunevit.experiments.policy_table:run"),
 }
@@ -104,16 +114,21 @@ def help_text(name: str, verb: Verb) -> str:
     if not keys:
         return "\n".join([*lines, "It has no keys."])
     chosen = read_yaml(f"{name}.yaml")
-    lines.append("groups (GROUP=NAME; a key of it: GROUP.KEY=VALUE)")
-    for group in GROUPS:
-        names = ", ".join(group_names(group)) + OTHER_NAMES.get(group, "")
-        lines.append(f"  {group + '=' + chosen[group]:<27} {names}")
-    lines += ["", "keys", "  config=null                 a YAML file of keys, read before the command line"]
+    groups = [group for group in GROUPS if group in chosen]
+    if groups:
+        lines.append("groups (GROUP=NAME; a key of it: GROUP.KEY=VALUE)")
+        for group in groups:
+            names = ", ".join(group_names(group)) + OTHER_NAMES.get(group, "")
+            lines.append(f"  {group + '=' + chosen[group]:<27} {names}")
+        lines.append("")
+    lines += ["keys", "  config=null                 a YAML file of keys, read before the command line"]
     for path, declared in keys.items():
         if path != "policy":
             lines.append(f"  {path + '=' + _default(declared, path, chosen):<27} {declared.metadata['help']}")
             if declared.metadata["choices"]:
                 lines.append(f"{'':<30}one of {', '.join(declared.metadata['choices'])}")
+    if "policy" not in groups:
+        return "\n".join(lines)
     lines += ["", "keys of the policy are its constructor's arguments; as shipped:"]
     for policy in group_names("policy"):
         settings = {key: value for key, value in read_yaml(f"policy/{policy}.yaml").items() if key != "name"}
@@ -126,9 +141,12 @@ OTHER_NAMES = {"model": ", or any timm architecture", "policy": ", or package.mo
 
 def _default(declared: Field[Any], path: str, chosen: dict[str, Any]) -> str:
     group, _, key = path.partition(".")
-    value = read_yaml(f"{group}/{chosen[group]}.yaml").get(key, declared.default) if key else declared.default
+    value = declared.default_factory() if callable(declared.default_factory) else declared.default
+    value = read_yaml(f"{group}/{chosen[group]}.yaml").get(key, value) if key else value
     if value is MISSING or value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

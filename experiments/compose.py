@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from prunevit.experiments.config import GROUPS, InputError, RunConfig, first_line, leaves
+from prunevit.experiments.config import GROUPS, BenchConfig, InputError, RunConfig, first_line, leaves
 
 CONFIGS = files("prunevit.configs")
 Tree = dict[str, Any]
@@ -184,7 +184,7 @@ def _finish(tree: Tree, schema: type, problems: list[str]) -> Any:
         raise InputError(*problems)
     OmegaConf.resolve(config)
     typed = OmegaConf.to_object(config)
-    if isinstance(typed, RunConfig) and (lines := typed.problems()):
+    if isinstance(typed, RunConfig | BenchConfig) and (lines := typed.problems()):
         raise InputError(*lines)
     return typed
 
@@ -220,8 +220,10 @@ def _out_of_bounds(config: DictConfig, name: str, declared: Field[Any]) -> list[
     except OmegaConfBaseException as error:
         return [f"{name}: {first_line(error)}"]
     low, choices = declared.metadata["low"], declared.metadata["choices"]
-    if value is not None and low is not None and value < low:
-        return [f"{name}: must be at least {low}, got {value}"]
-    if value is not None and choices and value not in choices:
-        return [f"{name}: must be one of {', '.join(choices)}, got {value}"]
-    return []
+    lines = []
+    for each in value if isinstance(value, ListConfig) else [value]:
+        if each is not None and low is not None and each < low:
+            lines.append(f"{name}: must be at least {low}, got {each}")
+        if each is not None and choices and each not in choices:
+            lines.append(f"{name}: must be one of {', '.join(choices)}, got {each}")
+    return lines

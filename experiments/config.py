@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 GROUPS = ("model", "policy", "data", "logger")
+MODES = ("eager", "compile", "graph", "compile+graph", "best")
 PRECISIONS = ("32-true", "16-true", "bf16-true", "64-true", "16-mixed", "bf16-mixed")
 
 
@@ -29,10 +30,13 @@ def key(default: Any, help: str, *, low: float | None = None, choices: tuple[str
     Args:
         default: Its value when nobody sets it.
         help: What `--help` says.
-        low: Smallest value allowed.
-        choices: The only values allowed.
+        low: Smallest value allowed; of a list, of each entry.
+        choices: The only values allowed; of a list, for each entry.
     """
-    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
+    metadata = {"help": help, "low": low, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def group(schema: type, help: str) -> Any:
@@ -108,7 +112,9 @@ class RunConfig:
     devices: int = key(1, "processes, one for each device", low=1)
     precision: str = key("32-true", "Lightning's name of the number format", choices=PRECISIONS)
     backend: str = key("auto", "attention kernel", choices=("auto", "triton", "padded", "reference"))
-    mode: str = key("eager", "how the models are executed", choices=("eager",))
+    mode: str | None = key(
+        None, "how the models are executed while timed; null: best on a GPU, else eager", choices=MODES
+    )
     seed: int = key(0, "seed of all draws; a policy that draws gets it unless policy.seed is set", low=0)
     progress: bool = key(True, "show a progress bar")
 
@@ -125,6 +131,8 @@ class RunConfig:
             lines.append('precision: "16-mixed" needs a CUDA device; use precision=bf16-mixed')
         if self.backend == "triton" and not self.on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
             lines.append('backend: "triton" needs a CUDA device; use backend=auto or backend=padded')
+        if self.mode is not None and "graph" in self.mode and not self.on_gpu:
+            lines.append(f'mode: "{self.mode}" needs a CUDA device; use mode=eager, or leave it out')
         size = self.model.img_size
         sides = size if isinstance(size, list) and len(size) == 2 else [size]
         if size is not None and not all(type(side) is int and side > 0 for side in sides):
@@ -138,6 +146,11 @@ class RunConfig:
 
         return self.accelerator != "cpu" and torch.cuda.is_available()
 
+    @property
+    def execution(self) -> str:
+        """The mode in which speed is measured."""
+        return self.mode or ("best" if self.on_gpu else "eager")
+
 
 @dataclass
 class EvaluateConfig(RunConfig):
@@ -147,6 +160,34 @@ class EvaluateConfig(RunConfig):
         64, "photos on which the backend is compared with the reference; 0: none", low=0
     )
     timing_s: float = key(6.0, "seconds for each of throughput and latency; 0: not measured", low=0)
+
+
+@dataclass
+class BenchConfig:
+    """The keys of `prunevit bench`."""
+
+    suite: str = key(MISSING, "what is measured", choices=("attention", "model", "stages"))
+    rows: str = key(
+        "must_reach",
+        "the rows with a target, or a sweep over the keys below",
+        choices=("must_reach", "sweep"),
+    )
+    models: list[str] = key([], "timm architectures or sample; empty: those of the rows")
+    img_sizes: list[int] = key([], "input sizes, px; empty: the models' own", low=1)
+    batch_sizes: list[int] = key([], "images a batch; empty: those of the rows", low=1)
+    dtypes: list[str] = key(["bf16"], "number formats", choices=("bf16", "fp16", "fp32"))
+    policies: list[str] = key(["evit"], "sweep: files of configs/policy", choices=())
+    ratios: list[float] = key([0.3, 0.5, 0.7], "sweep: shares of the tokens that are pruned", low=0)
+    modes: list[str] = key(
+        ["eager", "graph", "compile+graph"], "how the models are executed", choices=MODES[:-1]
+    )
+    seconds: float = key(0.3, "seconds for each measurement", low=0)
+    output_dir: str | None = key(None, "where the results go; null: outputs/<time>")
+    overwrite: bool = key(False, "replace results that are already in output_dir")
+
+    def problems(self) -> list[str]:
+        """Say what contradicts itself, a line each."""
+        return [f"ratios: must be below 1, got {each}" for each in self.ratios if each >= 1]
 
 
 @dataclass

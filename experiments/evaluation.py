@@ -23,7 +23,7 @@ from prunevit.experiments.report import (
     print_report,
     write_results,
 )
-from prunevit.experiments.timing import interleaved, peak_mb
+from prunevit.experiments.speed import UNTIMED, speed
 from prunevit.experiments.tracking import tracked
 from prunevit.experiments.trainer import gathered, make_trainer, run_test
 from prunevit.macs import dense_macs, model_macs, policy_macs
@@ -164,27 +164,5 @@ class EvaluationModule(LightningModule):
 
     def _speed(self) -> Row:
         if self.warm is None or self.config.timing_s == 0:
-            return dict.fromkeys(SPEED_COLUMNS)
-        images, index = self.warm
-        model, pruned, device = self.pruned.model, self.pruned, self.device
-        seconds, one, first = self.config.timing_s, images[:1], index[:1]
-        batch = [lambda: model(images), lambda: pruned(images, index)]
-        dense_peak, peak = (peak_mb(call, device) for call in batch)
-        dense, ours = (each.per_second(len(images)) for each in interleaved(batch, seconds, device))
-        dense_one, our_one = interleaved([lambda: model(one), lambda: pruned(one, first)], seconds, device)
-        return {
-            "images_per_s": ours.median,
-            "dense_images_per_s": dense.median,
-            "speedup": ours.median / dense.median,
-            "latency_ms": our_one.median,
-            "dense_latency_ms": dense_one.median,
-            "peak_mb": peak,
-            "dense_peak_mb": dense_peak,
-            "batch_size": len(images),
-            "timing": {
-                "images_per_s": asdict(ours),
-                "dense_images_per_s": asdict(dense),
-                "latency_ms": asdict(our_one),
-                "dense_latency_ms": asdict(dense_one),
-            },
-        }
+            return dict.fromkeys(SPEED_COLUMNS) | {"mode": UNTIMED}
+        return speed(self.pruned, *self.warm, self.config.execution, self.config.timing_s)

@@ -105,7 +105,7 @@ def describe(config: RunConfig, pruned: RaggedViT) -> Row:
         "seed": config.seed,
         "img_size": height if height == width else [height, width],
         "batch_size": config.batch_size,
-        "mode": config.mode,
+        "mode": config.execution,
         "backend": config.backend,
         "accelerator": "gpu" if config.on_gpu else "cpu",
         "precision": config.precision,

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from prunevit.experiments.config import InputError, RunConfig
+from prunevit.experiments.config import BenchConfig, InputError, RunConfig
 
 SCHEMA = 1
 RESULTS = "results.json"  # written last: where it stands, the run is complete
@@ -59,17 +59,18 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
-def choose_output_dir(config: RunConfig) -> Path:
+def choose_output_dir(config: RunConfig | BenchConfig, results: str = RESULTS) -> Path:
     """Settle where the results go, and make sure that they can go there, before anything expensive runs.
 
     Args:
         config: `output_dir` and `overwrite`.
+        results: The file that stands for a run's results.
 
     Raises:
         InputError: If the folder already holds results or cannot be written.
     """
     path = Path(config.output_dir or Path("outputs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-    if (path / RESULTS).exists() and not config.overwrite:
+    if (path / results).exists() and not config.overwrite:
         raise InputError(f"output_dir: {path} already holds results; choose another or set overwrite=true")
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:

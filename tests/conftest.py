@@ -1,7 +1,12 @@
 """Shared pytest set-up: GPU tests are skipped visibly where there is no GPU."""
 
+import os
+
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,6 +70,12 @@ def test_policies_are_listed_with_what_running_them_shows(
         (["evaluate", "output_dir=/dev/null/x"], "output_dir: must be a folder that can be written"),
         (["evaluate", "weights=/nowhere.pth"], "weights: must be a file, got /nowhere.pth"),
         (["evaluate", "accelerator=gpu"], 'accelerator: "gpu" needs a CUDA device'),
+        (["evaluate", "mode=graph"], 'mode: "graph" needs a CUDA device; use mode=eager'),
+        (["evaluate", "mode=compile+graph"], 'mode: "compile+graph" needs a CUDA device'),
+        (
+            ["evaluate", "mode=fast"],
+            "mode: must be one of eager, compile, graph, compile+graph, best, got fast",
+        ),
         (["evaluate", "backend=triton"], 'backend: "triton" needs a CUDA device'),
         (["evaluate", "precision=16-mixed"], 'precision: "16-mixed" needs a CUDA device'),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prunevit.experiments import timing
-from prunevit.experiments.timing import Spread, interleaved, peak_mb
+from prunevit.experiments.timing import Spread, captured, interleaved, launch_times, peak_mb
 
 CPU = torch.device("cpu")
 
@@ -51,3 +51,27 @@ def test_peak_memory_and_events_on_a_gpu() -> None:
     assert peak >= 250
     (spread,) = interleaved([lambda: torch.ones(1 << 20, device=device) * 2], 0.01, device)
     assert spread.median > 0
+
+
+def test_launches_are_timed_in_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    order: list[str] = []
+    calls = [lambda: order.append("a"), lambda: order.append("b")]
+    spreads = launch_times(calls, CPU, bursts=3, burst=4)
+    assert order == [*"aaaabbbb"] * 4
+    assert spreads == [Spread(250.0, 250.0, 250.0)] * 2  # a second for four calls
+
+
+def test_another_unit() -> None:
+    assert Spread(2.0, 1.0, 4.0).times(1000) == Spread(2000.0, 1000.0, 4000.0)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_its_calls() -> None:
+    total = torch.zeros((), device="cuda")
+    replay = captured([lambda: total.add_(1)] * 5)
+    total.zero_()
+    for _ in range(2):
+        replay()
+    assert total.item() == 10
