@@ -37,7 +37,9 @@ def gather(
     size_in: Tensor | None = None,
     key_weight_in: Tensor | None = None,
 ) -> Gathered:
-    """Move each row that stays to its destination; with `merge_into`, fold rows on the way::
+    """Move each row that stays to its destination; with `merge_into`, fold others into it on the way.
+
+    ::
 
         x'[destination[d]] = sum over i with merge_into[i] == d of merge_weight[i] * x[i]
 
@@ -149,7 +151,7 @@ def choose_gather(
         x, image_id, source, size, key_weight, soft, kept, destination, cu_old, cu_new, capacity,
         merge_into, merge_weight, folds_key_weight,
     )  # fmt: skip
-    if not (takes_triton(x) and x.numel() and capacity):
+    if not (takes_triton(x) and x.numel() and capacity and len(cu_new) > 1):
         return gather_reference(*arguments)
     from prunevit.kernels.triton_gather import triton_gather
 
@@ -174,8 +176,7 @@ def _(
     cu_new: Tensor,
     capacity: int,
     merge_into: Tensor | None,
-    merge_weight: Tensor | None,
-    folds_key_weight: bool,
+    *rest: object,
 ) -> list[Tensor]:
     if size is None and merge_into is not None:
         size = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def"
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,8 +12,38 @@ from torch import Tensor
 
 from prunevit.kernels.launch import Bound
 
-BLOCK_CHANNELS = 128
-MANY_ROWS = 16384  # from here on tall tiles fill the GPU; below, short ones that share the channels
+ROWS, MEMBERS, FOLD_CHANNELS = 32, 128, 64
+
+
+class Tile(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        channels: channels that a program moves at a time.
+        parts: programs that share the rows of an image.
+        groups: programs that share the channels of a row.
+        fold_parts: programs that share the heirs of an image.
+        fold_groups: programs that share the channels of an heir.
+    """
+
+    channels: int
+    parts: int
+    groups: int
+    fold_parts: int
+    fold_groups: int
+
+
+@functools.cache
+def choose_tile(batch_size: int, num_rows: int, num_channels: int, folds: bool) -> Tile:
+    """Return the tile for a batch: as much work for a program as leaves several programs for each part of a GPU."""
+    parts = max(-(-num_rows // (batch_size * ROWS)), 1)
+    narrow = -(-num_channels // FOLD_CHANNELS)
+    channels, groups = (128, 1) if batch_size * parts >= 512 else (64, narrow)
+    if not folds:
+        return Tile(channels, parts, groups, 0, 0)
+    fold_groups = min(max(512 // batch_size, 1), narrow)
+    fold_parts = min(max(512 // (batch_size * fold_groups), 1), 4)
+    return Tile(channels, parts, groups, fold_parts, fold_groups)
 
 
 def triton_gather(
@@ -32,10 +63,9 @@ def triton_gather(
     folds_key_weight: bool,
 ) -> list[Tensor]:
     """Compute `gather`; returns `x`, the ids [2, capacity], and what else there is of size, key weight and soft."""
-    num_rows, num_channels = x.shape
-    is_many = num_rows >= MANY_ROWS
-    block_rows = 32 if is_many else 16
-    groups = 1 if is_many else triton.cdiv(num_channels, BLOCK_CHANNELS)
+    batch_size, (num_rows, num_channels) = len(cu_new) - 1, x.shape
+    folds = merge_into is not None
+    tile = choose_tile(batch_size, num_rows, num_channels, folds)
 
     def empty(values: Tensor | None) -> Tensor | None:
         return None if values is None else torch.empty(capacity, dtype=values.dtype, device=x.device)
@@ -43,45 +73,57 @@ def triton_gather(
     features = torch.empty((capacity, num_channels), dtype=x.dtype, device=x.device)
     ids = torch.empty((2, capacity), dtype=torch.int32, device=x.device)
     new_size, new_key_weight, new_soft = empty(size), empty(key_weight), empty(soft)
-    if size is None and merge_into is not None:
+    if size is None and folds:
         new_size = torch.empty(capacity, dtype=torch.float32, device=x.device)
     inputs = (
-        x, image_id, source, size, key_weight, soft, kept, destination, cu_old, cu_new, merge_into,
-        merge_weight if merge_into is not None else None,
+        x, source, size, key_weight, soft, kept, destination, cu_old, cu_new, merge_into,
+        merge_weight if folds else None,
     )  # fmt: skip
-    _bound(num_channels, block_rows, folds_key_weight)(
-        triton.cdiv(num_rows, block_rows) * groups,
+    _bound(num_channels, tile.channels, folds_key_weight)(
+        batch_size * (tile.parts * tile.groups + tile.fold_parts * tile.fold_groups),
         *(None if values is None else values.contiguous() for values in inputs),
-        features, ids, new_size, new_key_weight, new_soft, num_rows, len(cu_new) - 1, capacity, groups,
+        features, ids, new_size, new_key_weight, new_soft, batch_size, capacity, *tile[1:],
     )  # fmt: skip
     return [features, ids, *(new for new in (new_size, new_key_weight, new_soft) if new is not None)]
 
 
 @functools.cache
-def _bound(num_channels: int, block_rows: int, folds_key_weight: bool) -> Bound:
+def _bound(num_channels: int, channels: int, folds_key_weight: bool) -> Bound:
     return Bound(
-        gather_kernel, C=num_channels, ROWS=block_rows, FOLDS_KEY_WEIGHT=folds_key_weight,
-        CHANNELS=BLOCK_CHANNELS, OTHERS=256, MEMBERS=64, num_warps=8,
+        gather_kernel, C=num_channels, ROWS=ROWS, CHANNELS=channels, MEMBERS=MEMBERS, FOLD_CHANNELS=FOLD_CHANNELS,
+        FOLDS_KEY_WEIGHT=folds_key_weight, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
-def _next_heir(merge_into, first, stop, begin, end, OTHERS: tl.constexpr):
-    """Return the first row from `first` to `stop` that others are folded into, else `stop`; these are in [begin, end)."""
-    nearest = tl.full([OTHERS], 0, tl.int32) + stop
-    for first_other in range(begin, end, OTHERS):
-        other = first_other + tl.arange(0, OTHERS)
+def _are_heirs(merge_into, row, begin, end, ROWS: tl.constexpr, MEMBERS: tl.constexpr):
+    """Return which rows of a tile others, of [begin, end), are folded into."""
+    is_heir = tl.zeros([ROWS], tl.int32)
+    for first in range(begin, end, MEMBERS):
+        member = first + tl.arange(0, MEMBERS)
+        into = tl.load(merge_into + member, mask=member < end, other=-1).to(tl.int32)
+        into = tl.where(into == member, -1, into)
+        is_heir = tl.maximum(is_heir, tl.max((into[:, None] == row[None, :]).to(tl.int32), 0))
+    return is_heir != 0
+
+
+@triton.jit
+def _next_heir(merge_into, first, stop, begin, end, MEMBERS: tl.constexpr):
+    """Return the first row from `first` to `stop` that other rows of [begin, end) are folded into; else `stop`."""
+    nearest = tl.full([MEMBERS], 0, tl.int32) + stop
+    for first_other in range(begin, end, MEMBERS):
+        other = first_other + tl.arange(0, MEMBERS)
         into = tl.load(merge_into + other, mask=other < end, other=-1).to(tl.int32)
         nearest = tl.where((into >= first) & (into != other), tl.minimum(nearest, into), nearest)
     return tl.min(nearest, 0)
 
 
 @triton.jit
-def _sum_members(values, merge_into, heir, begin, end, OTHERS: tl.constexpr):
+def _sum_members(values, merge_into, heir, begin, end, MEMBERS: tl.constexpr):
     """Sum `values`, or ones, over the rows that are folded into `heir`."""
-    total = tl.zeros([OTHERS], tl.float32)
-    for first_other in range(begin, end, OTHERS):
-        other = first_other + tl.arange(0, OTHERS)
+    total = tl.zeros([MEMBERS], tl.float32)
+    for first_other in range(begin, end, MEMBERS):
+        other = first_other + tl.arange(0, MEMBERS)
         is_member = tl.load(merge_into + other, mask=other < end, other=-1) == heir
         if values is not None:
             total += tl.load(values + other, mask=is_member, other=0.0).to(tl.float32)
@@ -110,8 +152,86 @@ def _fold_members(
 
 
 @triton.jit
+def _fold_heirs(
+    x, size, key_weight, kept, destination, merge_into, merge_weight, features, new_size, new_key_weight,
+    capacity, begin, end, part, num_parts, group, num_groups, C: tl.constexpr, MEMBERS: tl.constexpr,
+    CHANNELS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Write a program's share of the heirs of one image, one after the other."""
+    share = tl.cdiv(end - begin, num_parts)
+    after = begin + part * share
+    stop = tl.minimum(after + share, end)
+    while after < stop:
+        heir = _next_heir(merge_into, after, stop, begin, end, MEMBERS)
+        if heir < stop:
+            new = tl.load(destination + heir)
+            stays = tl.load(kept + heir) & (new < capacity)
+            for first_channel in range(group * CHANNELS, C, num_groups * CHANNELS):
+                channel = first_channel + tl.arange(0, CHANNELS)
+                folded = _fold_members(
+                    x, merge_into, merge_weight, heir, begin, end, channel, C, MEMBERS, CHANNELS
+                )
+                tl.store(features + new * C + channel, folded, mask=stays & (channel < C))
+            if group == 0:
+                tl.store(
+                    new_size + new, _sum_members(size, merge_into, heir, begin, end, MEMBERS), mask=stays
+                )
+                if FOLDS_KEY_WEIGHT:
+                    folded_weight = _sum_members(key_weight, merge_into, heir, begin, end, MEMBERS)
+                    tl.store(new_key_weight + new, folded_weight, mask=stays)
+        after = heir + 1
+
+
+@triton.jit
 def _move(values, moved, row, new, stays):
     tl.store(moved + new, tl.load(values + row, mask=stays, other=0), mask=stays)
+
+
+@triton.jit
+def _move_rows(
+    x, source, size, key_weight, soft, kept, destination, merge_into, merge_weight, features, ids, new_size,
+    new_key_weight, new_soft, capacity, image, begin, end, first, group, num_groups, C: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Move a tile of rows of one image, all but the features and the sums of heirs."""
+    row = first + tl.arange(0, ROWS)
+    is_own = row < end
+    new = tl.load(destination + row, mask=is_own, other=0)
+    stays = (tl.load(kept + row, mask=is_own, other=0) != 0) & (new < capacity)
+    is_plain = stays
+    if merge_into is not None:
+        holds_itself = tl.load(merge_into + row, mask=is_own, other=-1) == row
+        weight = tl.full([ROWS], 1.0, tl.float32)
+        if merge_weight is not None:
+            weight = tl.load(merge_weight + row, mask=is_own, other=0.0).to(tl.float32)
+        is_plain = stays & (_are_heirs(merge_into, row, begin, end, ROWS, MEMBERS) == 0)
+
+    for first_channel in range(group * CHANNELS, C, num_groups * CHANNELS):
+        channel = first_channel + tl.arange(0, CHANNELS)
+        mask = is_plain[:, None] & (channel < C)[None, :]
+        values = tl.load(x + row.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+        if merge_into is not None:
+            values = tl.where(holds_itself[:, None], values.to(tl.float32) * weight[:, None], 0.0)
+        tl.store(features + new[:, None] * C + channel[None, :], values, mask=mask)
+
+    if group == 0:
+        tl.store(ids + new, tl.zeros([ROWS], tl.int32) + image, mask=stays)
+        _move(source, ids + tl.cast(capacity, tl.int64), row, new, stays)
+        if soft is not None:
+            _move(soft, new_soft, row, new, stays)
+        if key_weight is not None:
+            own = tl.load(key_weight + row, mask=stays, other=0.0)
+            if FOLDS_KEY_WEIGHT:
+                tl.store(new_key_weight + new, tl.where(holds_itself, own, 0.0), mask=is_plain)
+            else:
+                tl.store(new_key_weight + new, own, mask=stays)
+        if new_size is not None:
+            count = tl.full([ROWS], 1.0, tl.float32)
+            if size is not None:
+                count = tl.load(size + row, mask=stays, other=0.0)
+            if merge_into is not None:
+                count = tl.where(holds_itself, count, 0.0)
+            tl.store(new_size + new, count, mask=is_plain)
 
 
 @triton.jit
@@ -140,84 +260,46 @@ def _fill_dead(
                 tl.store(new_soft + row, none, mask=is_dead)
 
 
-@triton.jit(do_not_specialize=["num_rows", "batch_size", "capacity", "num_groups"])
+@triton.jit(
+    do_not_specialize=["batch_size", "capacity", "num_parts", "num_groups", "fold_parts", "fold_groups"]
+)
 def gather_kernel(
-    x, image_id, source, size, key_weight, soft, kept, destination, cu_old, cu_new, merge_into, merge_weight,
-    features, ids, new_size, new_key_weight, new_soft, num_rows, batch_size, capacity, num_groups,
-    C: tl.constexpr, ROWS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr, CHANNELS: tl.constexpr,
-    OTHERS: tl.constexpr, MEMBERS: tl.constexpr,
+    x, source, size, key_weight, soft, kept, destination, cu_old, cu_new, merge_into, merge_weight,
+    features, ids, new_size, new_key_weight, new_soft, batch_size, capacity, num_parts, num_groups, fold_parts,
+    fold_groups, C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr,
+    FOLD_CHANNELS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Write `features` [capacity, C], `ids` [2, capacity] and, unless they are None, the other new values.
 
-    A program holds a tile of old rows and every `num_groups`-th block of channels. It moves its rows together, as
-    if nothing were folded into them, and then writes those again that are heirs, one by one. One group of
-    channels moves what a row has besides its features.
+    The first programs fold: each takes some heirs of one image and some blocks of channels. The others move all
+    other rows, and fill what is dead. One group of channels does what a row has besides its features.
     """
     program = tl.program_id(0)
-    tile = program // num_groups
-    group = program % num_groups
-    first = tile * ROWS
-    row = first + tl.arange(0, ROWS)
-    total = tl.load(cu_new + batch_size)
-    stays = tl.load(kept + row, mask=row < num_rows, other=0) != 0
-    new = tl.load(destination + row, mask=stays, other=0)
-    stays = stays & (new < capacity)
-    if merge_into is not None:
-        holds_itself = tl.load(merge_into + row, mask=stays, other=-1) == row
-        weight = tl.full([ROWS], 1.0, tl.float32)
-        if merge_weight is not None:
-            weight = tl.load(merge_weight + row, mask=stays, other=0.0).to(tl.float32)
-
-    for first_channel in range(group * CHANNELS, C, num_groups * CHANNELS):
-        channel = first_channel + tl.arange(0, CHANNELS)
-        mask = stays[:, None] & (channel < C)[None, :]
-        values = tl.load(x + row.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+    num_folding = batch_size * fold_parts * fold_groups
+    if program < num_folding:
         if merge_into is not None:
-            values = tl.where(holds_itself[:, None], values.to(tl.float32) * weight[:, None], 0.0)
-        tl.store(features + new[:, None] * C + channel[None, :], values, mask=mask)
-
-    if group == 0:
-        _move(image_id, ids, row, new, stays)
-        _move(source, ids + tl.cast(capacity, tl.int64), row, new, stays)
-        if soft is not None:
-            _move(soft, new_soft, row, new, stays)
-        if key_weight is not None:
-            own = tl.load(key_weight + row, mask=stays, other=0.0)
-            if FOLDS_KEY_WEIGHT:
-                own = tl.where(holds_itself, own, 0.0)
-            tl.store(new_key_weight + new, own, mask=stays)
-        if new_size is not None:
-            own = tl.full([ROWS], 1.0, tl.float32)
-            if size is not None:
-                own = tl.load(size + row, mask=stays, other=0.0)
-            if merge_into is not None:
-                own = tl.where(holds_itself, own, 0.0)
-            tl.store(new_size + new, own, mask=stays)
-
-    if merge_into is not None:
-        stop = tl.minimum(first + ROWS, num_rows)
-        begin = tl.load(cu_old + tl.minimum(tl.load(image_id + first), batch_size))
-        end = tl.load(cu_old + tl.minimum(tl.load(image_id + stop - 1) + 1, batch_size))
-        heir = _next_heir(merge_into, first, stop, begin, end, OTHERS)
-        if heir < stop:
-            tl.debug_barrier()  # other threads wrote the heirs' rows above
-        while heir < stop:
-            new_heir = tl.load(destination + heir)
-            if tl.load(kept + heir) & (new_heir < capacity):
-                for first_channel in range(group * CHANNELS, C, num_groups * CHANNELS):
-                    channel = first_channel + tl.arange(0, CHANNELS)
-                    folded = _fold_members(
-                        x, merge_into, merge_weight, heir, begin, end, channel, C, MEMBERS, CHANNELS
-                    )
-                    tl.store(features + new_heir * C + channel, folded, mask=channel < C)
-                if group == 0:
-                    tl.store(new_size + new_heir, _sum_members(size, merge_into, heir, begin, end, OTHERS))
-                    if FOLDS_KEY_WEIGHT:
-                        folded_weight = _sum_members(key_weight, merge_into, heir, begin, end, OTHERS)
-                        tl.store(new_key_weight + new_heir, folded_weight)
-            heir = _next_heir(merge_into, heir + 1, stop, begin, end, OTHERS)
-
+            image = program // (fold_groups * fold_parts)
+            _fold_heirs(
+                x, size, key_weight, kept, destination, merge_into, merge_weight, features, new_size,
+                new_key_weight, capacity, tl.load(cu_old + image), tl.load(cu_old + image + 1),
+                program // fold_groups % fold_parts, fold_parts, program % fold_groups, fold_groups, C, MEMBERS,
+                FOLD_CHANNELS, FOLDS_KEY_WEIGHT,
+            )  # fmt: skip
+        return
+    program -= num_folding
+    group = program % num_groups
+    part = program // num_groups % num_parts
+    image = program // (num_groups * num_parts)
+    begin = tl.load(cu_old + image)
+    end = tl.load(cu_old + image + 1)
+    total = tl.load(cu_new + batch_size)
+    for first in range(begin + part * ROWS, end, num_parts * ROWS):
+        _move_rows(
+            x, source, size, key_weight, soft, kept, destination, merge_into, merge_weight, features, ids, new_size,
+            new_key_weight, new_soft, capacity, image, begin, end, first, group, num_groups, C, ROWS, CHANNELS,
+            MEMBERS, FOLDS_KEY_WEIGHT,
+        )  # fmt: skip
     _fill_dead(
-        features, ids, new_size, new_key_weight, new_soft, capacity, batch_size, total, tile,
-        tl.num_programs(0) // num_groups, group, num_groups, C, ROWS, CHANNELS,
+        features, ids, new_size, new_key_weight, new_soft, capacity, batch_size, total, program // num_groups,
+        batch_size * num_parts, group, num_groups, C, ROWS, CHANNELS,
     )  # fmt: skip

@@ -130,7 +130,14 @@ class Accelerated(nn.Module):
 
     def _compiled(self, method: str) -> Callable[..., Any]:
         if method not in self._code:
-            self._code[method] = torch.compile(getattr(self.model, method))
+            code = torch.compile(getattr(self.model, method))
+
+            def run(*inputs: Any, **settings: Any) -> Any:
+                # The compiler counts variants by function, not by model, and gives up in silence past a limit.
+                with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+                    return code(*inputs, **settings)
+
+            self._code[method] = run
         return self._code[method]
 
     def _places(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class GraphCache:
         self.max_graphs = max_graphs
         self._graphs: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]]
         self._graphs = OrderedDict()
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -94,7 +94,7 @@ def test_a_walk_of_known_counts_is_one_compiled_graph(policy: PruningPolicy) -> 
 
 def test_copies_and_pickles_start_without_graphs() -> None:
     images = torch.randn(2, 3, 96, 96, dtype=torch.float64)
-    model = accelerate(prunevit.prune(small_vit(), EViT(0.5, (1,))))
+    model: Any = accelerate(prunevit.prune(small_vit(), EViT(0.5, (1,))))
     expected = model(images)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(images), expected)

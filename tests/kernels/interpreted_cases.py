@@ -51,6 +51,16 @@ def test_every_length(lengths: list[int], option: dict[str, Any]) -> None:
     check(lengths, 16, 3 if max(lengths) < 100 else 1, torch.float16, option)
 
 
+@pytest.mark.parametrize("longest", range(16, 129, 16))
+def test_short_tiles(longest: int) -> None:
+    check([longest, 1, 0, longest - 9], 16, 2, torch.float16, {"key_weight": True, "prefix_rows": 3})
+
+
+def test_plain_calls_of_one_and_many_heads_a_program() -> None:
+    for lengths in ([40, 3, 17], [70, 65]):
+        check(lengths, 16, 3, torch.float16, {})
+
+
 def test_long_images() -> None:
     check([300, 577], 8, 1, torch.float16, OPTIONS["everything"])
 

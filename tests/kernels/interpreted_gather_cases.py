@@ -23,8 +23,16 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fold", FOLDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("lengths", [[20, 0, 33], [197], [300, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "dtype"),
+    [
+        ([20, 0, 33], torch.float16),
+        ([20, 0, 33], torch.float32),
+        ([197], torch.float16),
+        ([300, 2], torch.float32),
+    ],
+    ids=str,
+)
 def test_gather(lengths: list[int], dtype: torch.dtype, fold: str) -> None:
     case = make_gather_case(lengths, 24, dtype, fold, spare=21, dead_rows=9)
     assert_gathered(gather(**case), case)
@@ -46,10 +54,11 @@ def test_gather_what_is_absent(fold: str) -> None:
 
 
 @pytest.mark.parametrize("fold", FOLDS)
-def test_gather_tall_tiles(fold: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_as_for_many_images(fold: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from prunevit.kernels import triton_gather
 
-    monkeypatch.setattr(triton_gather, "MANY_ROWS", 0)
+    tile = triton_gather.choose_tile(1000, 200_000, 140, folds=fold != "none")
+    monkeypatch.setattr(triton_gather, "choose_tile", lambda *sizes: tile)
     case = make_gather_case([50, 1, 90], 140, torch.float32, fold, spare=70)
     assert_gathered(gather(**case), case)
 

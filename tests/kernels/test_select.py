@@ -1,6 +1,8 @@
 """`select` and `rank`: the torch references against loops, the compiled operations, and the kernels on a GPU."""
 
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ from selection_cases import SCORES, assert_selection, draw_scores, make_rank_cas
 from triton_without_gpu import compile_for_hopper, run_interpreted
 
 from prunevit.folding import fuse
-from prunevit.keepmask import rank as rank_of_tokens
 from prunevit.keepmask import top_k
 from prunevit.kernels import select as door
 from prunevit.kernels.select import rank, select
@@ -49,8 +50,9 @@ def test_mean_over_heads(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("count", [1, 9, 15, 16])
-def test_same_as_the_verbs(kind: str, count: int) -> None:
+def test_same_as_the_verbs_that_rank(kind: str, count: int) -> None:
     tokens = RaggedTokens.from_padded(torch.randn(3, 17, 2), num_prefix_tokens=1, grid=(4, 4))
+    tokens = replace(tokens, uniform=False)  # uniform ones are left to `select`
     score = draw_scores(kind, 3 * 17)
     selection = select(score, batch_size=3, rows=17, prefix=1, count=count)
     mask = top_k(tokens, score, count=count)
@@ -81,13 +83,6 @@ def test_gradient_flows_through_the_weight_of_what_is_fused() -> None:
 def test_rank_reference_against_a_loop(lengths: list[int], kind: str) -> None:
     case = make_rank_case(lengths, kind, dead_rows=7)
     assert rank(case.score, case.eligible, **case.layout).tolist() == case.expected
-
-
-def test_rank_is_that_of_the_verbs() -> None:
-    tokens = RaggedTokens.from_padded(torch.randn(3, 17, 2), num_prefix_tokens=1, grid=(4, 4))
-    score = draw_scores("tied", 3 * 17)
-    layout: dict[str, Any] = {"image_id": tokens.image_id, "cu_seqlens": tokens.cu_seqlens, "max_seqlen": 17}
-    assert torch.equal(rank(score, tokens.is_patch, **layout), rank_of_tokens(tokens, score))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +133,7 @@ def test_select_kernel_compiles_for_hopper(
     )
     assert compiled.spilled == 0
     assert "redux.sync.add" in compiled.ptx
-    assert ("bar.sync" in compiled.ptx) == (rows > 256)  # up to there a warp has the image to itself
+    assert not re.search(r"^\s*(atom|red)\b", compiled.ptx, re.MULTILINE)
 
 
 def test_rank_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,6 +155,7 @@ def test_rank_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_select_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     for batch_size, rows, prefix, count in (
         (3, 25, 2, 7),
+        (5, 1, 1, 1),
         (16, 197, 1, 137),
         (2, 577, 5, 1),
         (2, 1025, 1, 2000),
@@ -191,6 +187,7 @@ def test_rank_on_a_gpu(kind: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_never_synchronises() -> None:
     score = torch.randn(3 * 40, 3, device="cuda")
     case = make_rank_case([5, 0, 60], "random", dead_rows=4, device="cuda")

@@ -29,7 +29,7 @@ def run_interpreted(cases: str) -> None:
         pytest.skip("the interpreter of triton 3.6 cannot take a loop bound under numpy 2.4 and newer")
     file = Path(__file__).with_name(cases)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", str(file), "-q", "-n", "0", "-p", "no:cacheprovider"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=file.parent,
         capture_output=True,
@@ -51,11 +51,15 @@ class Compiled(NamedTuple):
 def compile_for_hopper(
     monkeypatch: pytest.MonkeyPatch, module: Any, call: Callable[[], object], folder: Path
 ) -> Compiled:
-    """Compile the kernel that `call` binds and starts through `module.Bound`, without starting it."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    """Compile the one kernel that `call` binds and starts through `module.Bound`, without starting it."""
+    [compiled] = compile_all_for_hopper(monkeypatch, module, call, folder)
+    return compiled
 
+
+def compile_all_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, module: Any, call: Callable[[], object], folder: Path
+) -> list[Compiled]:
+    """Compile the kernels that `call` binds and starts through `module.Bound`, without starting them."""
     started: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = []
 
     def bound(kernel: Any, **constants: Any) -> Callable[..., None]:
@@ -67,7 +71,14 @@ def compile_for_hopper(
             if hasattr(function, "cache_clear"):
                 patched.setattr(module, name, function.__wrapped__)
         call()
-    [(kernel, constants, arguments)] = started
+    return [_compile(*each, folder) for each in started]
+
+
+def _compile(kernel: Any, constants: dict[str, Any], arguments: tuple[Any, ...], folder: Path) -> Compiled:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = dict.fromkeys(constexprs, "constexpr")
     attributes = {}
