@@ -94,7 +94,10 @@ class LTMP(PruningPolicy):
         a, b = tokens.is_patch & ~odd, tokens.is_patch & odd
         present = tokens.is_patch if tokens.soft is None else tokens.is_patch & (tokens.soft > 0.5)
         # What is masked is like nothing.
-        keys = normalize(attention.k.mean(1), dim=-1) * present[:, None]
+        keys = (
+            normalize(attention.k.to(torch.promote_types(attention.k.dtype, torch.float32)).mean(1), dim=-1)
+            * present[:, None]
+        )
         partner, similarity = nearest(tokens, keys, queries=a, keys=b)
         merged = present & (similarity > self.merge_thresholds[stage])
         received = _best_of_group(self.score(tokens, attention, layer), partner, merged)

@@ -50,9 +50,10 @@ class RandomPruning(PruningPolicy):
         """Draw."""
         images = torch.cat([tokens.image_index, tokens.image_index.new_zeros(1)])
         image = torch.zeros_like(images) if self.shared else images
+        keys = [image[tokens.image_id], tokens.source]
         if self.training:
-            image = image + (torch.randint(2**31, (1,), device=image.device) << 20)
-        return keyed_uniform(self.seed * 1009 + layer, image[tokens.image_id], tokens.source)
+            keys.append(torch.randint(2**31, (1,), device=image.device))
+        return keyed_uniform(self.seed * 1009 + layer, *keys)
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep the luckiest."""

@@ -26,6 +26,7 @@ class ToMe(PruningPolicy):
     """
 
     knob = "r"
+    needs = frozenset({"qkv"})
 
     def __init__(
         self,
@@ -63,7 +64,9 @@ class ToMe(PruningPolicy):
         assert attention is not None
         odd = tokens.position % 2 == 1
         a, b = tokens.is_patch & ~odd, tokens.is_patch & odd
-        partner, similarity = nearest(tokens, normalize(attention.k.mean(1), dim=-1), queries=a, keys=b)
+        partner, similarity = nearest(
+            tokens, normalize(_wide(attention.k).mean(1), dim=-1), queries=a, keys=b
+        )
         number, rows = self._number(tokens, layer)
         merged = a & (rank(tokens, similarity, within=KeepMask(a)) < number)
         mask = merge(tokens, KeepMask(tokens.live & ~merged, rows_per_image=rows), partner, tokens.sizes)
@@ -83,3 +86,8 @@ class ToMe(PruningPolicy):
             return number, tokens.max_seqlen - number
         halves = torch.cat([tokens.num_patches // 2, tokens.seqlens.new_zeros(1)])
         return halves.clamp(max=r)[tokens.image_id], None
+
+
+def _wide(values: Tensor) -> Tensor:
+    """At least fp32: means of half precision tie."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -75,8 +75,8 @@ def merge(
     Args:
         tokens: The batch.
         mask: What to keep.
-        into: Row that each dropped row joins, int64 `[T]`; -1, or a row that is not a kept patch, drops it. Its
-            entries for kept rows are not looked at.
+        into: Row that each dropped row joins, int64 `[T]`; -1, or a row that is not a kept patch of
+            its image, drops it. Its entries for kept rows are not looked at.
         weight: Weight of each row in the mean, `[T]`, of the heir too; gradients flow through it. Prefix rows stay
             as they are.
         normalise: Divide by the sum of the weights; without it `x_d` is the plain weighted sum.
@@ -88,8 +88,10 @@ def merge(
     rows = torch.arange(weight.shape[0], device=weight.device)
     keep = mask.keep | (tokens.live & ~tokens.is_patch)
     kept_patch = keep & tokens.is_patch
-    heir = into.long().clamp(min=0)
-    joins = ~keep & tokens.is_patch & (into >= 0) & kept_patch[heir]
+    heir = into.long().clamp(0, into.shape[0] - 1)
+    joins = (
+        ~keep & tokens.is_patch & (into >= 0) & kept_patch[heir] & (tokens.image_id[heir] == tokens.image_id)
+    )
     target = torch.where(joins, heir, torch.where(keep, rows, -1))
     folded = joins | kept_patch
     if normalise:
@@ -106,7 +108,7 @@ def nearest(tokens: RaggedTokens, features: Tensor, queries: Tensor, keys: Tenso
 
     Args:
         tokens: The batch.
-        features: `[T, D]`; normalise them for the cosine.
+        features: `[T, D]`; normalise them for the cosine. Compared in at least fp32, under autocast too.
         queries: Rows that look for a partner, bool `[T]`.
         keys: Rows that may be one, bool `[T]`; a row is never its own partner.
 
@@ -117,8 +119,10 @@ def nearest(tokens: RaggedTokens, features: Tensor, queries: Tensor, keys: Tenso
     Cost:
         One batched product `[B, max_seqlen, max_seqlen]`: O(T * max_seqlen), never O(T^2).
     """
-    padded = tokens.to_padded(features)
-    product = padded @ padded.transpose(1, 2)
+    # Half precision ties what is nearly alike, and autocast would bring it back.
+    with torch.autocast(features.device.type, enabled=False):
+        padded = tokens.to_padded(features.to(torch.promote_types(features.dtype, torch.float32)))
+        product = padded @ padded.transpose(1, 2)
     allowed = tokens.to_padded(keys & tokens.live, fill=False)[:, None, :]
     itself = torch.eye(product.shape[1], dtype=torch.bool, device=product.device)
     value, column = product.masked_fill(~allowed | itself, -torch.inf).max(-1)

@@ -63,8 +63,10 @@ def keep_count(patches: int | Tensor, rate: float, rounding: str = "ceil") -> in
         rounding: "ceil" or "floor".
 
     Raises:
-        ValueError: If `rounding` is another word.
+        ValueError: If `rounding` is another word, or the rate lies outside (0, 1].
     """
+    if not 0 < rate <= 1:
+        raise ValueError(f"keep_count: rate must be in (0, 1], got {rate}")
     if rounding not in ("ceil", "floor"):
         raise ValueError(f'keep_count: rounding must be "ceil" or "floor", got "{rounding}"')
     if isinstance(patches, Tensor):
@@ -195,6 +197,8 @@ def top_p(
     Cost:
         The sorts of `rank` and two buffers `[B, max_seqlen]`.
     """
+    if not 0 < p <= 1:
+        raise ValueError(f"top_p: p must be in (0, 1], got {p}")
     score = mean_over_heads(score)
     position = rank(tokens, score, within)
     mass = score.detach().masked_fill(~_eligible(tokens, within), 0.0)
@@ -224,6 +228,8 @@ def sample(
     Cost:
         One `rank`, and a search in each image for each point.
     """
+    if not isinstance(points, Tensor) and points < 1:
+        raise ValueError(f"sample: points must be at least 1, got {points}")
     score = mean_over_heads(score)
     eligible = _eligible(tokens, within)
     best_last = rank(tokens, -score, within)
@@ -271,6 +277,10 @@ def _present(tokens: RaggedTokens, within: KeepMask | None) -> int | Tensor:
 
 def _by_image(tokens: RaggedTokens, values: Tensor) -> Tensor:
     """Repeat `values [B]` over the rows of each image, `[T]`; 0 on dead rows."""
+    if values.shape != (tokens.batch_size,):
+        raise ValueError(
+            f"KeepMask: one value for each of the {tokens.batch_size} images is needed, got {list(values.shape)}"
+        )
     return torch.cat([values, values.new_zeros(1)])[tokens.image_id]
 
 

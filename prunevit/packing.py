@@ -56,6 +56,8 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
         One copy of the rows that stay. No synchronisation if `mask.rows_per_image` or `capacity` is given; else
         exactly one read-back, of the total, the longest and the shortest image together.
     """
+    if not isinstance(mask, KeepMask):
+        raise ValueError(f"pack: a policy must return a KeepMask, got {type(mask).__name__}; use the verbs")
     _check_shapes(tokens, mask)
     layout = plan(tokens, mask)
     if mask.soft is not None:
@@ -64,6 +66,8 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
         total, longest, uniform = mask.rows_per_image * tokens.batch_size, mask.rows_per_image, True
     elif capacity is not None:
         total, longest, uniform = 0, tokens.max_seqlen, False
+    elif tokens.batch_size == 0:
+        total, longest, uniform = 0, tokens.max_seqlen, True
     else:
         lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
         total, longest, shortest = torch.stack([layout.cu_seqlens[-1], lengths.max(), lengths.min()]).tolist()
@@ -97,7 +101,8 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
     if mask.order is None:
         destination = upto[1:] - 1
     else:
-        by_order = torch.argsort(mask.order, stable=True)
+        low = -torch.inf if mask.order.is_floating_point() else torch.iinfo(mask.order.dtype).min
+        by_order = torch.argsort(mask.order.masked_fill(~tokens.is_patch, low), stable=True)
         group = tokens.image_id * 2 + (~kept).int()
         rows = by_order[torch.argsort(group[by_order], stable=True)]
         destination = torch.empty_like(rows).scatter_(0, rows, kept[rows].cumsum(0) - 1)
@@ -180,6 +185,8 @@ def _check_counts(tokens: RaggedTokens, mask: KeepMask, layout: Plan, capacity: 
         (lengths > tokens.num_prefix_tokens).all(),
         "pack: each image must keep at least one patch; select with the verbs, which keep the best one",
     )
+    if mask.merge_into is not None and mask.keep.device.type == "cpu":
+        _check_folds(tokens, layout, mask.merge_into)
     if mask.rows_per_image is not None:
         require(
             (lengths == mask.rows_per_image).all(),
@@ -188,6 +195,21 @@ def _check_counts(tokens: RaggedTokens, mask: KeepMask, layout: Plan, capacity: 
         )
     elif capacity is not None:
         require(layout.cu_seqlens[-1] <= capacity, f"pack: the rows kept must fit into capacity={capacity}")
+
+
+def _check_folds(tokens: RaggedTokens, layout: Plan, into: Tensor) -> None:
+    """Hold folds against what they must be; on a CPU alone, since a GPU would pay with launches at each stage."""
+    rows = torch.arange(into.shape[0])
+    inside = (into >= -1) & (into < into.shape[0])
+    image = tokens.image_id[into.clamp(0, into.shape[0] - 1)]
+    require(
+        (inside & ((into < 0) | (image == tokens.image_id))).all(),
+        "pack: merge_into must be -1 or a row of the same image; mend the mask",
+    )
+    require(
+        (into == rows)[layout.kept].all(),
+        "pack: merge_into of a row that stays must be the row itself; mend the mask",
+    )
 
 
 def _check_shapes(tokens: RaggedTokens, mask: KeepMask) -> None:
@@ -199,6 +221,10 @@ def _check_shapes(tokens: RaggedTokens, mask: KeepMask) -> None:
             raise ValueError(
                 f"KeepMask: {name} must have shape [{rows}], one entry a row, got {list(values.shape)}"
             )
+    if mask.merge_weight is not None and mask.merge_into is None:
+        raise ValueError(
+            "KeepMask: merge_weight needs merge_into, got none; say into which row each is folded"
+        )
     if mask.keep.dtype != torch.bool:
         raise ValueError(
             f"KeepMask: keep must be bool, got {mask.keep.dtype}; compare the score with a bound"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from prunevit.trace import Trace
 
 Site = Literal["before_block", "after_attention"]
+SITES: tuple[Site, ...] = get_args(Site)
+NEEDS = ("prefix_attention", "received_attention", "qkv")
+"""What a policy may ask of the attention before it; "qkv" stands for the queries, keys and values themselves."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class PruningPolicy(nn.Module):
         knob: Name of the one setting that trades accuracy for cost (`keep_rate`, `threshold`, `p`, `r`, ...).
         knob_range: Bounds of the knob, the lower one excluded, or None.
         site: Where it acts: "before_block" of its layers, or "after_attention", between the attention and the MLP.
-        needs: Optional parts of `AttentionState` that it reads: "prefix_attention", "received_attention".
+        needs: Parts of `AttentionState` that it reads, out of `NEEDS`.
         exempt_self: In training, whether a soft-masked row still attends fully to itself.
         softmax_eps: Constant of the training softmax of some authors; 0 is the plain softmax.
         stochastic: Whether it draws at random.
@@ -85,6 +88,7 @@ class PruningPolicy(nn.Module):
         super().__init__()
         self.knob_value = tuple(value) if isinstance(value, Sequence) else value
         self.compound = compound
+        self._info: ModelInfo | None = None
         self._layers_given = layers if isinstance(layers, str) else tuple(layers)
         if isinstance(layers, str):
             self._slice(layers)
@@ -105,6 +109,11 @@ class PruningPolicy(nn.Module):
         Raises:
             ValueError: If a layer lies beyond the depth, or the model lacks a token that the policy looks at.
         """
+        if self._info not in (None, info):
+            raise ValueError(
+                f"{type(self).__name__}: a policy object serves models of one shape, got another; make a new one"
+            )
+        self._info = info
         if isinstance(self._layers_given, str):
             first, last = self._slice(self._layers_given)
             self.layers = tuple(range(info.depth)[first:last])

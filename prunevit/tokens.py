@@ -63,11 +63,17 @@ class RaggedTokens:
             source: Patch index of each row, int32 `[B, N]`, -1 for the prefix; default all patches in grid order.
 
         Raises:
-            ValueError: If `source` is absent and the rows of `x` are not the prefix and the grid.
+            ValueError: If `source` is absent and the rows of `x` are not the prefix and the grid, or `image_index` is
+                not one integer an image.
         """
         batch, rows, channels = x.shape
         device = x.device
         images = torch.arange(batch, device=device)
+        if image_index is not None and (image_index.shape != (batch,) or image_index.is_floating_point()):
+            raise ValueError(
+                f"RaggedTokens: image_index must be integers [{batch}], one an image, got {image_index.dtype} "
+                f"{list(image_index.shape)}"
+            )
         if source is None:
             if rows != num_prefix_tokens + grid[0] * grid[1]:
                 raise ValueError(
@@ -149,6 +155,10 @@ class RaggedTokens:
             One gather of `B * max_seqlen` rows; a view when `uniform`.
         """
         values = self.x if values is None else values
+        if values.shape[0] != self.image_id.shape[0]:
+            raise ValueError(
+                f"RaggedTokens: values must have {self.image_id.shape[0]} entries, one a row, got {values.shape[0]}"
+            )
         if self.uniform:
             return values[: self.batch_size * self.max_seqlen].unflatten(
                 0, (self.batch_size, self.max_seqlen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from typing import Any
@@ -146,11 +146,12 @@ class Trace:
         """One trace of several batches that went through the same stages.
 
         Args:
-            traces: At least one.
+            traces: At least one. What policies recorded in `aux` is left out, and dead rows are.
 
         Raises:
             ValueError: If their stages differ in layer, site or policy.
         """
+        traces = [trace._live() for trace in traces]
         plans = {tuple((s.layer, s.site, s.policy) for s in trace.stages) for trace in traces}
         if len(plans) != 1:
             raise ValueError(
@@ -164,6 +165,16 @@ class Trace:
             tokens=_join_tokens([trace.tokens for trace in traces]),
             logits=torch.cat([trace.logits for trace in traces]),
         )
+
+    def _live(self) -> Trace:
+        """The trace without dead rows; one read-back for each stage."""
+        stages = []
+        for stage in self.stages:
+            rows = int(stage.tokens.cu_seqlens[-1])
+            tokens, mask = (_without_dead_rows(item, rows) for item in (stage.tokens, stage.mask))
+            stages.append(replace(stage, tokens=tokens, mask=mask))
+        tokens = _without_dead_rows(self.tokens, int(self.tokens.cu_seqlens[-1]))
+        return replace(self, stages=tuple(stages), tokens=tokens)
 
 
 def _step(stage: Stage, patches: int) -> Tensor:
@@ -181,34 +192,42 @@ def _step(stage: Stage, patches: int) -> Tensor:
 
 
 def _join_stages(parts: Sequence[Stage]) -> Stage:
+    """One stage of several batches; where only some have a field, the others get what its absence means."""
     tokens = _join_tokens([part.tokens for part in parts])
-    first = torch.tensor([0, *(part.tokens.x.shape[0] for part in parts)]).cumsum(0).tolist()
-    joined: dict[str, Any] = {}
-    for name in ("keep", "merge_weight", "size", "key_weight", "order", "soft"):
-        values = [getattr(part.mask, name) for part in parts]
-        joined[name] = None if values[0] is None else torch.cat(values)
-    into = [part.mask.merge_into for part in parts]
-    # An image batch that had nothing to fold has no `merge_into`: there, what stays is its own heir.
-    if any(each is not None for each in into):
-        joined["merge_into"] = torch.cat([_shifted(part.mask, offset) for part, offset in zip(parts, first)])
-        weights = [part.mask.merge_weight for part in parts]
-        joined["merge_weight"] = torch.cat(
-            [
-                torch.ones_like(part.mask.keep, dtype=torch.float32) if w is None else w
-                for part, w in zip(parts, weights)
-            ]
-        )
-    rows = {part.mask.rows_per_image for part in parts}
+    masks = [part.mask for part in parts]
+    joined: dict[str, Any] = {"keep": torch.cat([mask.keep for mask in masks])}
+    if any(mask.merge_into is not None for mask in masks):
+        first = torch.tensor([0, *(part.tokens.x.shape[0] for part in parts)]).cumsum(0).tolist()
+        into = [_heirs(mask) for mask in masks]
+        joined["merge_into"] = torch.cat([torch.where(i >= 0, i + n, -1) for i, n in zip(into, first)])
+    defaults: dict[str, Callable[[Stage], Tensor]] = {
+        "merge_weight": lambda part: torch.ones_like(part.tokens.sizes),
+        "size": lambda part: part.tokens.sizes,
+        "key_weight": _own_key_weight,
+        "order": lambda part: part.tokens.position,
+        "soft": lambda part: torch.ones_like(part.tokens.sizes),
+    }
+    for name, default in defaults.items():
+        values = [getattr(mask, name) for mask in masks]
+        if any(value is not None for value in values):
+            joined[name] = torch.cat([default(p) if v is None else v for p, v in zip(parts, values)])
+    rows = {mask.rows_per_image for mask in masks}
     joined["rows_per_image"] = rows.pop() if len(rows) == 1 and tokens.uniform else None
-    return replace(
-        parts[0], tokens=tokens, mask=KeepMask(**joined), counts=torch.cat([part.counts for part in parts])
-    )
+    counts = torch.cat([part.counts for part in parts])
+    return replace(parts[0], tokens=tokens, mask=KeepMask(**joined), counts=counts)
 
 
-def _shifted(mask: KeepMask, offset: int) -> Tensor:
+def _heirs(mask: KeepMask) -> Tensor:
+    """`merge_into`; without it, what stays is its own heir."""
     here = torch.arange(mask.keep.shape[0], device=mask.keep.device)
-    into = torch.where(mask.keep, here, -1) if mask.merge_into is None else mask.merge_into
-    return torch.where(into >= 0, into + offset, -1)
+    return torch.where(mask.keep, here, -1) if mask.merge_into is None else mask.merge_into
+
+
+def _own_key_weight(part: Stage) -> Tensor:
+    """What each row must add for every heir to keep its own key weight."""
+    own = torch.ones_like(part.tokens.sizes) if part.tokens.key_weight is None else part.tokens.key_weight
+    here = torch.arange(own.shape[0], device=own.device)
+    return torch.where(_heirs(part.mask) == here, own, torch.zeros_like(own))
 
 
 def _join_tokens(parts: Sequence[RaggedTokens]) -> RaggedTokens:
@@ -220,9 +239,13 @@ def _join_tokens(parts: Sequence[RaggedTokens]) -> RaggedTokens:
         image_id.append(part.image_id + images)
         images, rows = images + part.batch_size, rows + part.x.shape[0]
     joined: dict[str, Any] = {
-        name: None if getattr(parts[0], name) is None else torch.cat([getattr(part, name) for part in parts])
-        for name in ("x", "image_index", "source", "size", "key_weight", "soft")
+        name: torch.cat([getattr(part, name) for part in parts]) for name in ("x", "image_index", "source")
     }
+    for name in ("size", "key_weight", "soft"):
+        values = [getattr(part, name) for part in parts]
+        if any(value is not None for value in values):
+            ones = (torch.ones_like(part.sizes) for part in parts)
+            joined[name] = torch.cat([one if value is None else value for one, value in zip(ones, values)])
     return replace(
         parts[0],
         cu_seqlens=torch.cat(boundaries),
@@ -233,11 +256,22 @@ def _join_tokens(parts: Sequence[RaggedTokens]) -> RaggedTokens:
     )
 
 
+def _without_dead_rows(item: Any, rows: int) -> Any:
+    """Tokens or a mask with the rows behind the last image cut off."""
+    per_row = [f.name for f in fields(item) if f.name not in ("cu_seqlens", "image_index")]
+    values = {name: getattr(item, name) for name in per_row}
+    return replace(
+        item, **{name: value[:rows] for name, value in values.items() if isinstance(value, Tensor)}
+    )
+
+
 def _moved(item: Any, device: torch.device) -> Any:
     if isinstance(item, Tensor):
         return item.detach().to(device)
     if isinstance(item, RaggedTokens | KeepMask | Stage | Trace):
         return replace(item, **{f.name: _moved(getattr(item, f.name), device) for f in fields(item)})
-    if isinstance(item, tuple) and any(isinstance(each, Stage) for each in item):
+    if isinstance(item, Mapping):
+        return {name: _moved(value, device) for name, value in item.items()}
+    if isinstance(item, tuple) and any(isinstance(each, Stage | Tensor) for each in item):
         return tuple(_moved(each, device) for each in item)
     return item

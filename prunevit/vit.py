@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from prunevit.block import attend, feed_forward
 from prunevit.kernels.ragged_attention import BACKENDS
 from prunevit.packing import pack
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import NEEDS, SITES, ModelInfo, PruningPolicy
 from prunevit.pooling import pool
 from prunevit.tokens import AttentionState, RaggedTokens
 from prunevit.trace import Stage, Trace
@@ -270,7 +270,17 @@ class RaggedViT(nn.Module):
         return list(self.policies)  # type: ignore[arg-type]
 
     def _check_policies(self) -> None:
-        agreed = {(p.exempt_self, p.softmax_eps) for p in self._policies() if p.layers}
+        for policy in self._policies():
+            name = type(policy).__name__
+            if policy.site not in SITES:
+                raise ValueError(f"{name}: site must be one of {', '.join(SITES)}, got {policy.site!r}")
+            if isinstance(policy.needs, str) or not set(policy.needs) <= set(NEEDS):
+                raise ValueError(
+                    f"{name}: needs must be a set out of {', '.join(NEEDS)}, got {policy.needs!r}"
+                )
+        # A policy that leaves both at their defaults has no opinion.
+        opinions = ((p.exempt_self, p.softmax_eps) for p in self._policies() if p.layers)
+        agreed = {opinion for opinion in opinions if opinion != (False, 0.0)}
         if len(agreed) > 1:
             raise ValueError(
                 "RaggedViT: policies must agree on exempt_self and softmax_eps, which act on the whole walk, "

@@ -155,3 +155,27 @@ def test_keep_everything_and_bad_words() -> None:
         top_k(tokens, torch.randn(8), 0.5, rounding="up")
     with pytest.raises(ValueError, match='of must be "current" or "initial"'):
         top_k(tokens, torch.randn(8), 0.5, of="all")
+
+
+def test_values_of_a_wrong_length_are_refused() -> None:
+    tokens = dense_tokens(3, 4, 1)
+    score = torch.randn(15)
+    for call in (
+        lambda: threshold(tokens, score, torch.zeros(2)),
+        lambda: top_k(tokens, score, count=torch.tensor([1, 2])),
+    ):
+        with pytest.raises(ValueError, match="one value for each of the 3 images is needed"):
+            call()
+    with pytest.raises(ValueError, match="values must have 15 entries, one a row, got 14"):
+        tokens.sum(score[:14])
+    for rate in (0.0, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"rate must be in \(0, 1\]"):
+            top_k(tokens, score, rate)
+        with pytest.raises(ValueError, match=r"p must be in \(0, 1\]"):
+            top_p(tokens, score.abs(), rate)
+    with pytest.raises(ValueError, match="points must be at least 1"):
+        sample(tokens, score.abs(), 0)
+    x = torch.zeros(3, 5, 2)
+    for index in (torch.tensor([1, 2]), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"image_index must be integers \[3\]"):
+            RaggedTokens.from_padded(x, 1, (2, 2), image_index=index)

@@ -44,7 +44,9 @@ def pack_by_hand(tokens: RaggedTokens, mask: KeepMask) -> list[list[tuple[Tensor
         stay = [row for row in rows if mask.keep[row] or tokens.source[row] < 0]
         order = mask.order
         if order is not None:
-            stay.sort(key=lambda row, order=order: float(order[row]))  # type: ignore[misc]
+            stay = [r for r in stay if tokens.source[r] < 0] + sorted(
+                (r for r in stay if tokens.source[r] >= 0), key=lambda row, order=order: float(order[row])
+            )
         out = []
         for row in stay:
             members = [row]
@@ -127,16 +129,17 @@ def test_soft_mask_moves_nothing_but_folds_into_heirs() -> None:
         order=-rows.double(),
     )
     packed = pack(tokens, mask)
+    moved = [0, 1, 4, 3, 2]  # the order is that of the patches alone
     expected = tokens.x.clone()
     expected[3] = 0.5 * tokens.x[3] + 0.5 * tokens.x[4]
     for row in range(3):
         expected[row] = 0.5 * tokens.x[row]
-    torch.testing.assert_close(packed.x, expected.flip(0))
+    torch.testing.assert_close(packed.x, expected[moved])
     assert packed.soft is not None
-    torch.testing.assert_close(packed.soft, soft.flip(0))
-    assert packed.sizes.tolist() == [1.0, 2.0, 1.0, 1.0, 1.0]
+    torch.testing.assert_close(packed.soft, soft[moved])
+    assert packed.sizes.tolist() == [1.0, 1.0, 1.0, 2.0, 1.0]
     assert packed.key_weight is not None
-    assert packed.key_weight.tolist() == [1.0, 2.0, 1.0, 1.0, 1.0]
+    assert packed.key_weight.tolist() == [1.0, 1.0, 1.0, 2.0, 1.0]
 
 
 def test_gradients_reach_kept_and_folded_rows_only() -> None:
@@ -156,6 +159,17 @@ def test_gradients_reach_kept_and_folded_rows_only() -> None:
     assert weight.grad[4] == 0
 
 
+def rows_but_the_last(tokens: RaggedTokens) -> Tensor:
+    return torch.arange(len(tokens.image_id)) < len(tokens.image_id) - 1
+
+
+def into(tokens: RaggedTokens, last: int) -> Tensor:
+    """Each row is its own heir but the last, which is folded into row `last`."""
+    rows = torch.arange(len(tokens.image_id))
+    rows[-1] = last
+    return rows
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -164,6 +178,11 @@ def test_gradients_reach_kept_and_folded_rows_only() -> None:
         (lambda t: KeepMask(t.live.float()), "keep must be bool"),
         (lambda t: KeepMask(t.live, rows_per_image=4), "tokens that are not uniform"),
         (lambda t: KeepMask(t.live, order=torch.zeros(3)), "order must have shape"),
+        (lambda t: None, "must return a KeepMask, got NoneType"),
+        (lambda t: KeepMask(t.live, merge_weight=torch.ones(11)), "merge_weight needs merge_into"),
+        (lambda t: KeepMask(rows_but_the_last(t), merge_into=into(t, 2)), "a row of the same image"),
+        (lambda t: KeepMask(rows_but_the_last(t), merge_into=into(t, 11)), "a row of the same image"),
+        (lambda t: KeepMask(t.live, merge_into=into(t, -1)), "of a row that stays must be the row itself"),
     ],
 )
 def test_wrong_masks_are_refused(mask, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -186,3 +205,11 @@ def test_a_capacity_too_small_is_refused() -> None:
     uniform = ragged([3, 3])
     with pytest.raises(ValueError, match="at least the 10 rows kept, got 9"):
         pack(uniform, KeepMask(uniform.live, rows_per_image=5), capacity=9)
+
+
+def test_order_never_moves_the_prefix() -> None:
+    tokens = ragged([3, 2])
+    for order in (-torch.arange(9.0), -torch.arange(9)):
+        packed = pack(tokens, KeepMask(tokens.live, order=order))
+        assert packed.source.tolist() == [-1, -1, 2, 1, 0, -1, -1, 1, 0]
+        torch.testing.assert_close(packed.prefix(), tokens.prefix())

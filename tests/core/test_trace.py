@@ -1,5 +1,6 @@
 """What a trace remembers, and that it can be saved, joined and replayed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,30 @@ def test_traces_of_different_plans_do_not_join() -> None:
 def test_a_trace_prints_its_stages() -> None:
     text = str(prunevit.prune(small_vit(), EViT(0.5, (1, 2))).trace(IMAGES))
     assert "37.0 -> 20.0 (20..20)" in text
+
+
+def test_traces_join_where_only_some_batches_fold() -> None:
+    """Rate 1 folds nothing and leaves the fields of folding out; beside rate 0.5 they mean what their absence meant."""
+    model = small_vit()
+    one = prunevit.prune(model, [EViT(0.5, (1,)), ToMe(4, layers=(2, 3))]).trace(
+        IMAGES[:2], torch.tensor([0, 1])
+    )
+    other = prunevit.prune(model, [EViT(1.0, (1,)), ToMe(0, layers=(2, 3))]).trace(
+        IMAGES[2:], torch.tensor([2, 3])
+    )
+    for parts, order in (((one, other), [0, 1, 2, 3]), ((other, one), [2, 3, 0, 1])):
+        joined = Trace.cat(parts)
+        repeated = prunevit.prune(model, replay(joined)).trace(IMAGES[order], torch.tensor(order))
+        torch.testing.assert_close(repeated.logits, joined.logits, rtol=0, atol=1e-11)
+        assert repeated.heirs().tolist() == joined.heirs().tolist()
+
+
+def test_dead_rows_are_left_out_of_a_join() -> None:
+    pruned = prunevit.prune(small_vit(), TopP(0.6, (1,)))
+    tokens = pruned.walk(pruned.embed(IMAGES), capacity=4 * 37)
+    assert tokens.x.shape[0] > int(tokens.cu_seqlens[-1])
+    trace = pruned.trace(IMAGES)
+    roomy = replace(trace, tokens=tokens)
+    joined = Trace.cat([roomy, roomy])
+    assert joined.tokens.seqlens.tolist() == trace.tokens.seqlens.tolist() * 2
+    assert joined.tokens.x.shape[0] == int(joined.tokens.cu_seqlens[-1])

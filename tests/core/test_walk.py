@@ -12,7 +12,7 @@ from timm.optim import param_groups_layer_decay
 
 import prunevit
 from prunevit import KeepMask, PruningPolicy
-from prunevit.policies import EViT, NoPruning, TopK, TopP
+from prunevit.policies import EViT, NoPruning, ToMe, TopK, TopP
 
 VARIANTS = {
     "cls": {},
@@ -249,3 +249,50 @@ def test_two_policies_act_in_one_forward_and_must_not_blind_each_other() -> None
     assert [(stage.layer, stage.policy) for stage in trace.stages] == [(1, 0), (3, 1)]
     with pytest.raises(ValueError, match="TopP: an attention on the present rows is needed at layer 1"):
         prunevit.prune(model, [TopK(0.5, (1,)), TopP(0.5, (1,))])
+
+
+def test_an_empty_batch_has_empty_logits() -> None:
+    model = small_vit()
+    images = torch.zeros(0, 3, 96, 96, dtype=torch.float64)
+    for policy in (NoPruning(), EViT(0.5, (1,)), TopP(0.5, (1, 2))):
+        assert prunevit.prune(model, policy)(images).shape == (0, 10)
+
+
+def test_a_policy_that_says_nothing_sensible_is_refused() -> None:
+    model = small_vit()
+    wrong_site, wrong_need, letters = TopK(0.5, (1,)), TopK(0.5, (1,)), TopK(0.5, (1,))
+    wrong_site.site = "after_atention"  # type: ignore[assignment]
+    wrong_need.needs = frozenset({"prefix_atention"})
+    letters.needs = "prefix_attention"  # type: ignore[assignment]
+    with pytest.raises(
+        ValueError, match="site must be one of before_block, after_attention, got 'after_atention'"
+    ):
+        prunevit.prune(model, wrong_site)
+    for policy in (wrong_need, letters):
+        with pytest.raises(ValueError, match="needs must be a set out of prefix_attention"):
+            prunevit.prune(model, policy)
+
+
+def test_a_policy_object_serves_models_of_one_shape() -> None:
+    policy = EViT(0.5, ":")
+    prunevit.prune(small_vit(), policy)
+    prunevit.prune(small_vit(), policy)
+    with pytest.raises(ValueError, match="serves models of one shape"):
+        prunevit.prune(small_vit(depth=3), policy)
+
+
+def test_merging_decides_alike_under_autocast() -> None:
+    """In bf16 a few hundred similarities are tied; what is compared must not be rounded by autocast."""
+    model = small_vit().float()
+    images = torch.randn(2, 3, 96, 96)
+    seen: list[torch.dtype] = []
+
+    class Seen(ToMe):
+        def forward(self, tokens, attention, layer):  # type: ignore[no-untyped-def]
+            features = torch.nn.functional.normalize(attention.k.mean(1), dim=-1)
+            seen.append(prunevit.nearest(tokens, features, tokens.is_patch, tokens.is_patch)[1].dtype)
+            return super().forward(tokens, attention, layer)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        prunevit.prune(model, Seen(3, layers=(1,)))(images)
+    assert seen == [torch.float32]

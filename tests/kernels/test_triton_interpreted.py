@@ -18,7 +18,7 @@ NUMPY = tuple(int(part) for part in numpy.__version__.split(".")[:2])
 )
 def test_kernels_through_the_interpreter() -> None:
     cases = Path(__file__).with_name("interpreted_cases.py")
-    command = [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", str(cases), "-q", "-n", "0", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         command, env=environment, cwd=cases.parent, capture_output=True, text=True, timeout=600
