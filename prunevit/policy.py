@@ -88,7 +88,6 @@ class PruningPolicy(nn.Module):
         super().__init__()
         self.knob_value = tuple(value) if isinstance(value, Sequence) else value
         self.compound = compound
-        self._info: ModelInfo | None = None
         self._layers_given = layers if isinstance(layers, str) else tuple(layers)
         if isinstance(layers, str):
             self._slice(layers)
@@ -109,14 +108,15 @@ class PruningPolicy(nn.Module):
         Raises:
             ValueError: If a layer lies beyond the depth, or the model lacks a token that the policy looks at.
         """
-        if self._info not in (None, info):
-            raise ValueError(
-                f"{type(self).__name__}: a policy object serves models of one shape, got another; make a new one"
-            )
-        self._info = info
         if isinstance(self._layers_given, str):
             first, last = self._slice(self._layers_given)
-            self.layers = tuple(range(info.depth)[first:last])
+            layers = tuple(range(info.depth)[first:last])
+            if getattr(self, "layers", layers) != layers:
+                raise ValueError(
+                    f'{type(self).__name__}: layers="{self._layers_given}" already stands for those of a model of '
+                    f"another depth, got {info.depth} blocks; make a new policy"
+                )
+            self.layers = layers
         beyond = [layer for layer in self.layers if not 0 <= layer < info.depth]
         if beyond:
             raise ValueError(

@@ -273,11 +273,11 @@ def test_a_policy_that_says_nothing_sensible_is_refused() -> None:
             prunevit.prune(model, policy)
 
 
-def test_a_policy_object_serves_models_of_one_shape() -> None:
+def test_the_layers_of_a_policy_object_do_not_change() -> None:
     policy = EViT(0.5, ":")
     prunevit.prune(small_vit(), policy)
     prunevit.prune(small_vit(), policy)
-    with pytest.raises(ValueError, match="serves models of one shape"):
+    with pytest.raises(ValueError, match="of another depth, got 3 blocks"):
         prunevit.prune(small_vit(depth=3), policy)
 
 

@@ -1,5 +1,6 @@
 """Each policy against a dense re-statement of its paper, over several stages: logits and gradients in fp64."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,7 @@ def assert_equal(model: Any, trace: Trace, expected: torch.Tensor, record: Recor
 def test_policy_equals_its_dense_twin(name: str, architecture: str) -> None:
     model = small_vit(**ARCHITECTURES[architecture])
     policy, dense = CASES[name]
+    policy = copy.deepcopy(policy)  # each case meets models of several shapes
     images = torch.randn(3, 3, 96, 96, dtype=torch.float64)
     pruned = prunevit.prune(model, policy)
 

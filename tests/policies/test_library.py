@@ -293,7 +293,7 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
     thresholds = LTMP()
     prunevit.prune(small, thresholds)
     prunevit.prune(wide, thresholds)
-    with pytest.raises(ValueError, match="one threshold for each of the 5 layers, got 4"):
+    with pytest.raises(ValueError, match="of another depth, got 5 blocks"):
         prunevit.prune(deep, thresholds)
     with pytest.raises(ValueError, match="one threshold for each of the 4 layers, got 2"):
         prunevit.prune(small, LTMP(0.9, (0.0, 0.0)))
