@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prunevit.kernels.tiles import LongTile, ShortTile, Tile, choose_tile
+from prunevit.kernels.tiles import LongTile, ShortTile, Tile, choose_tile, has_many_heads
 
 CALLS = 20
 
@@ -47,7 +47,7 @@ def candidates(length: int, head_dim: int) -> Iterator[Tile]:
         for block_m, num_warps in ((64, 4), (128, 8), (128, 4)):
             for block_n in (32, 64, 128):
                 for num_stages in (2, 3, 4):
-                    yield LongTile(block_m, block_n, num_warps, num_stages)
+                    yield LongTile(block_m, block_n, num_warps, num_stages, trims=block_n >= 64)
 
 
 def pieces_of(length: int) -> tuple[int, ...]:
@@ -139,7 +139,14 @@ def main() -> None:
         usable = [case for case, fits in zip(tried, pool.map(compiles, *arguments)) if fits]
 
     for length in options.lengths:
-        table = choose_tile(length, options.head_dim, getattr(torch, options.dtype), simple=True)
+        table = choose_tile(
+            length,
+            options.head_dim,
+            getattr(torch, options.dtype),
+            infers=True,
+            prefix_rows=options.prefix_rows,
+            many_heads=has_many_heads(max(options.images), options.heads),
+        )
         tiles = list(dict.fromkeys([table, *(tile for tile, n in usable if n == length)]))
         ranking = rank(length, tiles, setting, options.images)
         rival = [microseconds(dense(setting, images, length)) for images in options.images]

@@ -13,11 +13,6 @@ log = logging.getLogger("prunevit")
 
 Argument = Tensor | int | None
 
-# What the `run` of a compiled kernel takes ahead of the kernel's own arguments. Triton 3.6 hands all that follows
-# the function on to its C launcher, which wants the same things that 3.8 names.
-_GRID = ("self", "gridX", "gridY", "gridZ", "stream", "function")
-_KNOWN = (_GRID, (*_GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"))
-
 
 class Bound:
     """A Triton kernel with its `constexpr` parameters fixed, started at the cost of the launch alone.
@@ -56,8 +51,8 @@ class Bound:
                 f"Bound: {kernel.__name__} must end with its constexpr parameters, each with a value; "
                 f"got the parameters {kernel.arg_names} and values for {list(constants)}"
             )
-        self._fixed = [constants[name] for name in fixed]
         self._loose = [parameter.do_not_specialize for parameter in free]
+        self._fixed = [constants[name] for name in fixed]
 
     def __call__(self, programs: int, *arguments: Argument) -> None:
         """Start the kernel.
@@ -78,21 +73,23 @@ class Bound:
         key, values = specialise(arguments, self._loose)
         loaded = self._loaded.get((device, *key))
         if loaded is None or _is_hooked():
-            compiled = self._launch(programs, arguments)
-            if _starts_directly(type(compiled.run), compiled.metadata.target.backend):
-                self._loaded[(device, *key)] = _Loaded.of(compiled)
+            loaded = load(self._launch(programs, arguments))
+            if loaded is not None:
+                self._loaded[(device, *key)] = loaded
             return
-        loaded.run(
-            programs, 1, 1, loaded.current_stream(device), loaded.function, loaded.metadata, None, None, None,
-            *values, *self._fixed,
-        )  # fmt: skip
+        values += self._fixed
+        stream = loaded.current_stream(device)
+        if loaded.takes_one_tuple:
+            loaded.start(programs, 1, 1, stream, loaded.function, *loaded.settings, tuple(values))
+        else:
+            loaded.start(programs, 1, 1, stream, loaded.function, *loaded.settings, *values)
 
     def _launch(self, programs: int, arguments: Sequence[Argument]) -> Any:
         """Launch as Triton does, and return what it compiled."""
         return self.kernel[(programs,)](*arguments, **self.constants)
 
 
-def specialise(arguments: Sequence[Argument], loose: Sequence[bool]) -> tuple[list[Any], list[int | None]]:
+def specialise(arguments: Sequence[Argument], loose: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     """Return all that Triton specialises these arguments on, and the values to start the kernel with.
 
     For a tensor: whether it is there, its dtype, whether its address is a multiple of 16. For an integer: its
@@ -100,35 +97,67 @@ def specialise(arguments: Sequence[Argument], loose: Sequence[bool]) -> tuple[li
     is a multiple of 16.
     """
     key: list[Any] = []
-    values: list[int | None] = []
+    values: list[Any] = []
     for argument, is_loose in zip(arguments, loose):
         if argument is None:
             key.append(None)
             values.append(None)
-        elif isinstance(argument, int):
-            width = 32 if -(2**31) <= argument < 2**31 else 64 if argument < 2**63 else 65
-            key.append(width if is_loose else (width, argument == 1, argument % 16 == 0))
+        elif argument.__class__ is int:
+            width = 32 if -(2**31) <= argument < 2**31 else 64 if argument < 2**63 else 65  # type: ignore[operator]
+            key.append(width if is_loose else (width, argument == 1, argument % 16 == 0))  # type: ignore[operator]
             values.append(argument)
         else:
-            address = argument.data_ptr()
-            key.append((argument.dtype, address % 16 == 0))
+            address = argument.data_ptr()  # type: ignore[union-attr]
+            dtype = argument.dtype  # type: ignore[union-attr]
+            key.append((dtype,) if address % 16 else dtype)
             values.append(address)
     return key, values
 
 
 class _Loaded(NamedTuple):
-    """One specialisation in the memory of one device."""
+    """One specialisation in the memory of one device, and how triton's C code starts it."""
 
-    run: Callable[..., None]
+    start: Callable[..., None]
     function: int
-    metadata: Any
+    settings: tuple[Any, ...]  # between the function and the kernel's own arguments
+    takes_one_tuple: bool  # ... which are one argument
     current_stream: Callable[[int], int]
     compiled: Any  # its code stays loaded as long as it lives
 
-    @classmethod
-    def of(cls, compiled: Any) -> "_Loaded":
-        current_stream = triton.runtime.driver.active.get_current_stream
-        return cls(compiled.run, compiled.function, compiled.packed_metadata, current_stream, compiled)
+
+# How `CudaLauncher.__call__` begins: in triton 3.6, the metadata being the first of *args, and in 3.8.
+_GRID = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+_METADATA = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+
+
+def load(compiled: Any) -> _Loaded | None:
+    """Return how to start directly what Triton compiled, None if this is not known."""
+    launcher = compiled.run
+    parameters = _parameters(type(launcher))
+    if compiled.metadata.target.backend != "cuda" or parameters not in (_GRID, _GRID + _METADATA):
+        _say_plain()
+        return None
+    if (
+        launcher.global_scratch_size
+        or launcher.profile_scratch_size
+        or getattr(launcher, "gsan_enabled", False)
+    ):
+        return None  # memory for each launch: triton's business
+    settings: tuple[Any, ...] = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    scratch, hooks = (None, None), (None, None, None)
+    takes_one_tuple = parameters != _GRID
+    if takes_one_tuple:
+        settings += (compiled.packed_metadata, *hooks, *scratch)
+        settings += (launcher.arg_annotations, launcher.kernel_signature)
+    else:
+        settings += (*scratch, compiled.packed_metadata, *hooks)
+    stream = triton.runtime.driver.active.get_current_stream
+    return _Loaded(launcher.launch, compiled.function, settings, takes_one_tuple, stream, compiled)
+
+
+def _parameters(launcher: type) -> tuple[str, ...]:
+    code = getattr(launcher.__call__, "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount]
 
 
 def _is_hooked() -> bool:
@@ -138,12 +167,8 @@ def _is_hooked() -> bool:
 
 
 @functools.cache
-def _starts_directly(launcher: type, backend: str) -> bool:
-    """Whether kernels that this class of triton starts can be started as `Bound` does; if not, say so once."""
-    code = getattr(launcher.__call__, "__code__", None)
-    known = backend == "cuda" and code is not None and code.co_varnames[: code.co_argcount] in _KNOWN
-    if not known:
-        log.info(
-            f"Bound: kernels are started by triton {triton.__version__} itself, which takes the host longer"
-        )
-    return known
+def _say_plain() -> None:
+    log.info(
+        f"Bound: triton {triton.__version__} starts kernels in a way that is not known here; its own launch is "
+        "used, which takes the host longer"
+    )

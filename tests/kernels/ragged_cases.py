@@ -150,5 +150,5 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return allocate_poisoned
 
-    for name in ("empty", "empty_strided"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for owner, name in ((torch, "empty"), (Tensor, "new_empty_strided")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ragged_cases import OPTIONS, assert_within_budget, loop_attention, make_case
 
-from prunevit.kernels import ragged_attention as door
+from prunevit.kernels import backends
 from prunevit.kernels.ragged_attention import ragged_attention
 
 BACKENDS = ["reference", "padded"]
@@ -65,7 +65,7 @@ def test_triton_on_a_cpu_is_refused_and_never_replaced() -> None:
 
 
 def test_auto_says_once_what_it_takes_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    door._log_once.cache_clear()
+    backends._say_choice.cache_clear()
     with caplog.at_level(logging.INFO, "prunevit"):
         for _ in range(2):
             ragged_attention(ones(4, 3, 2, 8), cu_seqlens=torch.tensor([0, 4]).int(), max_seqlen=4)

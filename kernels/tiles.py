@@ -1,0 +1,116 @@
+"""How the attention kernels cut their work."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class ShortTile(NamedTuple):
+    """For `short_kernel`: all rows of an image at once.
+
+    Attributes:
+        block_m: Queries, at least as many as the longest image has rows.
+        pieces: Tiles that the keys are cut into, together at least as many.
+        num_warps: Warps of a program.
+        num_stages: Heads in flight; 1 where each program takes one head only.
+        resident: Programs that a multiprocessor holds; 0 where each program takes one head only.
+    """
+
+    block_m: int
+    pieces: tuple[int, ...]
+    num_warps: int
+    num_stages: int = 1
+    resident: int = 0
+
+
+class LongTile(NamedTuple):
+    """For `forward_kernel`: some queries, and so many keys at a time.
+
+    Attributes:
+        block_m: Queries.
+        block_n: Keys.
+        num_warps: Warps of a program.
+        num_stages: Tiles of keys in flight.
+        trims: Whether full tiles of keys go unmasked, and the rest takes the smallest tile that holds it. More code.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    trims: bool = True
+
+
+Tile = ShortTile | LongTile
+
+# (longest image, tile), found on sm_90 by experiments/tune_attention.py for a head size of at most 64.
+_SHORT = (
+    (16, ShortTile(16, (16,), 1)),
+    (32, ShortTile(32, (32,), 2)),
+    (48, ShortTile(64, (32, 16), 4, num_stages=2, resident=4)),
+    (64, ShortTile(64, (64,), 4, num_stages=2, resident=4)),
+    (80, ShortTile(128, (64, 16), 8)),
+    (96, ShortTile(128, (64, 32), 8)),
+    (112, ShortTile(128, (64, 32, 16), 8)),
+    (128, ShortTile(128, (128,), 8)),
+)
+# ... where prefix rows are reported: few tiles of keys, and no registers for a second head.
+_SHORT_REPORTING = (
+    (16, ShortTile(16, (16,), 1)),
+    (32, ShortTile(32, (32,), 2)),
+    (64, ShortTile(64, (64,), 4)),
+    (80, ShortTile(128, (64, 16), 4)),
+    (128, ShortTile(128, (128,), 8)),
+)
+_FEW_PREFIX_ROWS = 2  # that `short_kernel` can report
+_MANY_HEADS = 1024  # of all images together: enough to fill the GPU with large tiles, or several times over
+
+
+@functools.cache
+def choose_tile(
+    max_seqlen: int, head_dim: int, dtype: torch.dtype, infers: bool, prefix_rows: int, many_heads: bool
+) -> Tile:
+    """Return the tile for images of at most `max_seqlen` rows.
+
+    Args:
+        max_seqlen: Bound of an image's rows.
+        head_dim: Head size.
+        dtype: Of q, k and v. fp32 runs on plain cores, where small tiles are best.
+        infers: Whether neither `soft` nor `softmax_eps` nor the received attention is wanted.
+        prefix_rows: How many rows report whom they attend to.
+        many_heads: See `has_many_heads`.
+    """
+    if dtype == torch.float32:
+        return LongTile(32, 32, 8, 2, False) if head_dim <= 128 else LongTile(16, 16, 4, 2, False)
+    if (
+        infers
+        and prefix_rows <= _FEW_PREFIX_ROWS
+        and max_seqlen <= (128 if head_dim <= 64 else 64)
+        and head_dim <= 128
+    ):
+        table = _SHORT_REPORTING if prefix_rows else _SHORT
+        tile = next(tile for bound, tile in table if max_seqlen <= bound)
+        return tile if many_heads else tile._replace(num_stages=1, resident=0)
+    if head_dim > 128:
+        return LongTile(64, 32, 8, 2, False)
+    if head_dim > 64:
+        return LongTile(64, 64, 4, 2)
+    if not infers:
+        return LongTile(64, 32, 4, 2, False)
+    large = max_seqlen > 384 and many_heads and not prefix_rows
+    return LongTile(128, 64, 8, 3) if large else LongTile(64, 64, 4, 3)
+
+
+def has_many_heads(batch_size: int, num_heads: int) -> bool:
+    """Whether a batch fills the GPU even with large tiles, or with more than one head for each program."""
+    return batch_size * num_heads >= _MANY_HEADS
+
+
+def dense_is_faster(max_seqlen: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether torch's own attention on a dense batch is the faster one where all images are equally long.
+
+    Measured on sm_90: these kernels compute with head sizes rounded up to a power of 2, which costs most
+    between 64 and 128.
+    """
+    return dtype != torch.float32 and head_dim > 64 and max_seqlen > 64

@@ -1,0 +1,60 @@
+"""The table of tiles: whatever the longest image, there is a tile that holds it."""
+
+import pytest
+import torch
+
+from prunevit.experiments.tune_attention import candidates, pieces_of
+from prunevit.kernels.tiles import LongTile, ShortTile, choose_tile, dense_is_faster
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [1, 16, 48, 64, 72, 128, 200, 256])
+@pytest.mark.parametrize("infers", [False, True])
+@pytest.mark.parametrize("prefix_rows", [0, 1, 5])
+def test_every_length_has_a_tile(head_dim: int, dtype: torch.dtype, infers: bool, prefix_rows: int) -> None:
+    for max_seqlen in range(1, 1100):
+        tile = choose_tile(max_seqlen, head_dim, dtype, infers, prefix_rows, many_heads=max_seqlen % 2 == 0)
+        sizes = [tile.block_m]
+        if isinstance(tile, ShortTile):
+            assert infers
+            assert prefix_rows < 3
+            assert tile.block_m >= max_seqlen
+            assert sum(tile.pieces) >= max_seqlen
+            assert sum(tile.pieces[:-1]) < max_seqlen  # no piece for nothing
+            assert (tile.num_stages > 1) == (tile.resident > 0)
+            sizes += tile.pieces
+        else:
+            sizes += [tile.block_n, tile.block_n // 4 if tile.trims else 16]
+        assert all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+
+
+def test_short_images_take_whole_heads_and_long_ones_do_not() -> None:
+    def kind(max_seqlen: int, infers: bool) -> type:
+        return type(choose_tile(max_seqlen, 64, torch.bfloat16, infers, 0, many_heads=False))
+
+    assert [kind(50, True), kind(50, False), kind(197, True)] == [ShortTile, LongTile, LongTile]
+
+
+def test_dense_attention_is_left_to_torch_where_it_is_faster() -> None:
+    half = torch.bfloat16
+    assert dense_is_faster(197, 72, half)
+    assert not dense_is_faster(197, 64, half)
+    assert not dense_is_faster(50, 128, half)
+
+
+@pytest.mark.parametrize(("length", "pieces"), [(1, (16,)), (39, (32, 16)), (64, (64,)), (98, (64, 32, 16))])
+def test_pieces_cover_the_keys_with_little_to_spare(length: int, pieces: tuple[int, ...]) -> None:
+    assert pieces_of(length) == pieces
+
+
+@pytest.mark.parametrize("length", [1, 39, 100, 197, 1025])
+def test_the_tuner_tries_tiles_that_hold_the_image(length: int) -> None:
+    tiles = list(candidates(length, 64))
+    assert len(tiles) == len(set(tiles)) > 1
+    for tile in tiles:
+        if isinstance(tile, ShortTile):
+            assert min(tile.block_m, sum(tile.pieces)) >= length
+        else:
+            assert tile.block_n // 4 >= 16 or not tile.trims
