@@ -113,7 +113,12 @@ STATIC: dict[str, Callable[[], list[PruningPolicy]]] = {
 }
 
 
+# What inductor and torch's own modules say about themselves is no fault of the code under test.
+INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32:UserWarning")
+
+
 @pytest.mark.gpu
+@INDUCTOR
 @pytest.mark.parametrize("name", [*STATIC, *DYNAMIC])
 @pytest.mark.parametrize("mode", ["graph", "compile+graph"])
 def test_modes_agree_on_a_gpu(name: str, mode: str) -> None:
@@ -152,6 +157,7 @@ def test_graphs_see_new_weights_and_survive_moves() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("name", STATIC)
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_known_counts_never_wait_for_the_gpu(name: str, mode: str) -> None:
