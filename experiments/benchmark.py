@@ -39,7 +39,7 @@ def run(config: BenchConfig) -> Measurements:
         InputError: If there is no GPU, the output folder cannot be used, or the keys name no row.
     """
     device = find_gpu(config.suite)
-    output = choose_output_dir(config, RESULTS)
+    output = choose_output_dir(config, [RESULTS])
     if config.suite == "model":
         cases(config)  # raises ahead of the work
     try:

@@ -5,7 +5,9 @@ Later layers win. A group (`model`, `policy`, `data`, `logger`) is chosen by nam
 All problems are gathered and raised together.
 """
 
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.resources import files
@@ -14,9 +16,10 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 from prunevit.experiments.config import GROUPS, BenchConfig, InputError, RunConfig, first_line, leaves
+from prunevit.experiments.plain_yaml import plain
 
 CONFIGS = files("prunevit.configs")
 Tree = dict[str, Any]
@@ -58,7 +61,7 @@ def read_yaml(name: str) -> Tree:
     Args:
         name: Path under `configs/`.
     """
-    return _plain(CONFIGS.joinpath(name).read_text(encoding="utf-8"))
+    return plain(CONFIGS.joinpath(name).read_text(encoding="utf-8"))
 
 
 def group_names(group: str) -> list[str]:
@@ -83,23 +86,24 @@ def nearest(name: str, names: list[str]) -> str:
     return "known: " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
 
 
-def _plain(text: str) -> Tree:
-    """Parse YAML by OmegaConf's rules (1e-3 is a number), interpolations untouched."""
-    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    if not isinstance(tree, dict):
-        raise yaml.YAMLError("key: value lines are expected")
-    return {str(name): value for name, value in tree.items()}
-
-
 def _parse(arguments: list[str], problems: list[str]) -> Tree:
-    overrides = {}
+    overrides: Tree = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
+        if not argument.isascii() and argument != argument.encode(errors="replace").decode():
+            problems.append(f"{argument!a}: an argument must be UTF-8")
+            continue
         if not equals or not name:
             problems.append(f"{argument}: an argument must be key=value")
             continue
+        if not value.strip():
+            problems.append(f"{name}: must have a value, got none; write {name}=null for none")
+            continue
+        if name in overrides:
+            problems.append(f"{name}: must be given once, got {argument} again")
+            continue
         try:
-            overrides[name] = _plain(f"value: {value or 'null'}")["value"]
+            overrides[name] = plain(f"value: {value}")["value"]
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             if value[0] in "[{\"'$":
                 problems.append(f"{name}: must be a YAML value, got {value} ({first_line(error)})")
@@ -112,7 +116,7 @@ def _read_user_file(path: object, problems: list[str]) -> Tree:
     if path is None:
         return {}
     try:
-        return _plain(Path(str(path)).read_text(encoding="utf-8"))
+        return plain(Path(str(path)).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         problems.append(f"config: must be a readable YAML file, got {path} ({first_line(error)})")
         return {}
@@ -182,8 +186,11 @@ def _finish(tree: Tree, schema: type, problems: list[str]) -> Any:
         problems += _policy_problems(config)
     if problems:
         raise InputError(*problems)
-    OmegaConf.resolve(config)
-    typed = OmegaConf.to_object(config)
+    try:
+        OmegaConf.resolve(config)
+        typed = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise InputError(f"{error.full_key or 'config'}: {first_line(error)}") from error
     if isinstance(typed, RunConfig | BenchConfig) and (lines := typed.problems()):
         raise InputError(*lines)
     return typed
@@ -199,9 +206,10 @@ def _typed(tree: Tree, schema: type, problems: list[str]) -> DictConfig:
             continue
         try:
             OmegaConf.update(config, name, value)
-        except ValidationError as error:
+        except OmegaConfBaseException as error:
             problems.append(f"{name}: {first_line(error)}")
-    problems += [f"{name}: must be set" for name in sorted(OmegaConf.missing_keys(config))]
+    with suppress(OmegaConfBaseException):  # an interpolation of nothing: the check of the bounds names it
+        problems += [f"{name}: must be set" for name in sorted(OmegaConf.missing_keys(config))]
     return config
 
 
@@ -209,7 +217,7 @@ def _policy_problems(config: DictConfig) -> list[str]:
     from prunevit.experiments.policy_spec import policy_problems
 
     try:
-        return policy_problems(_plain(OmegaConf.to_yaml(config.policy, resolve=True)))
+        return policy_problems(plain(OmegaConf.to_yaml(config.policy, resolve=True)))
     except OmegaConfBaseException as error:
         return [f"{error.full_key}: {first_line(error)}"]
 
@@ -219,11 +227,26 @@ def _out_of_bounds(config: DictConfig, name: str, declared: Field[Any]) -> list[
         value = OmegaConf.select(config, name, default=None)
     except OmegaConfBaseException as error:
         return [f"{name}: {first_line(error)}"]
-    low, choices = declared.metadata["low"], declared.metadata["choices"]
-    lines = []
-    for each in value if isinstance(value, ListConfig) else [value]:
-        if each is not None and low is not None and each < low:
-            lines.append(f"{name}: must be at least {low}, got {each}")
-        if each is not None and choices and each not in choices:
-            lines.append(f"{name}: must be one of {', '.join(choices)}, got {each}")
-    return lines
+    given = [each for each in (value if isinstance(value, ListConfig) else [value]) if each is not None]
+    misfits = [(each, _misfit(each, declared)) for each in given]
+    return [
+        f"{name}: must {line}, got {each!r}" if each == "" else f"{name}: must {line}, got {each}"
+        for each, line in misfits
+        if line
+    ]
+
+
+def _misfit(value: Any, declared: Field[Any]) -> str | None:
+    """What a value of a key must be and is not."""
+    low, high, choices = (declared.metadata[name] for name in ("low", "high", "choices"))
+    if isinstance(value, float) and not math.isfinite(value):
+        return "be a finite number"
+    if low is not None and value < low:
+        return f"be at least {low}"
+    if low is not None and value > high:
+        return f"be at most {high}"
+    if choices and value not in choices:
+        return f"be one of {', '.join(choices)}"
+    if value == "" and declared.default != "":
+        return "have a value"
+    return None

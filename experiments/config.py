@@ -4,6 +4,7 @@
 `compose` fills these classes from the YAML files and the command line. A verb's schema extends `RunConfig`.
 """
 
+import math
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -24,16 +25,24 @@ class InputError(ValueError):
         self.problems = problems
 
 
-def key(default: Any, help: str, *, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+def key(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float = 2**31 - 1,
+    choices: tuple[str, ...] = (),
+) -> Any:
     """Declare a key of the configuration.
 
     Args:
         default: Its value when nobody sets it.
         help: What `--help` says.
         low: Smallest value allowed; of a list, of each entry.
+        high: Largest value allowed.
         choices: The only values allowed; of a list, for each entry.
     """
-    metadata = {"help": help, "low": low, "choices": choices}
+    metadata = {"help": help, "low": low, "high": high, "choices": choices}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -41,7 +50,9 @@ def key(default: Any, help: str, *, low: float | None = None, choices: tuple[str
 
 def group(schema: type, help: str) -> Any:
     """Declare a group: a nested schema that one file of `configs/<group>/` fills."""
-    return field(default_factory=schema, metadata={"help": help, "low": None, "choices": ()})
+    return field(
+        default_factory=schema, metadata={"help": help, "low": None, "high": math.inf, "choices": ()}
+    )
 
 
 @dataclass
@@ -65,7 +76,9 @@ class DataConfig:
     root: str | None = key(
         None, "folder of class folders, flat ImageNet folder, .tar file, or cache of the dataset"
     )
-    split: str = key("validation", "split; a folder of that name inside root is found by itself")
+    split: str | None = key(
+        None, "split: folder of that name inside root; null: validation, where root has splits"
+    )
     class_map: str | None = key(None, "text file: class folder names, a line each, in the order of the head")
     ground_truth: str | None = key(
         None, "labels of a flat folder: lines of 'file label', or a label for each number"
@@ -115,7 +128,12 @@ class RunConfig:
     mode: str | None = key(
         None, "how the models are executed while timed; null: best on a GPU, else eager", choices=MODES
     )
-    seed: int = key(0, "seed of all draws; a policy that draws gets it unless policy.seed is set", low=0)
+    seed: int = key(
+        0,
+        "seed of all draws; a policy that draws gets it unless policy.seed is set",
+        low=0,
+        high=2**32 - 1,
+    )
     progress: bool = key(True, "show a progress bar")
 
     def problems(self) -> list[str]:
@@ -133,6 +151,9 @@ class RunConfig:
             lines.append('backend: "triton" needs a CUDA device; use backend=auto or backend=padded')
         if self.mode is not None and "graph" in self.mode and not self.on_gpu:
             lines.append(f'mode: "{self.mode}" needs a CUDA device; use mode=eager, or leave it out')
+        if self.logger.name == "none":
+            unused = ("mode", "project", "entity", "group", "run_name")
+            lines += [f"logger.{name}: needs logger=wandb" for name in unused if getattr(self.logger, name)]
         size = self.model.img_size
         sides = size if isinstance(size, list) and len(size) == 2 else [size]
         if size is not None and not all(type(side) is int and side > 0 for side in sides):

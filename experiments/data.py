@@ -4,6 +4,7 @@
 next image in the place of a broken one. The transforms are those of the model's own timm configuration.
 """
 
+import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from prunevit.experiments.config import DataConfig, InputError, first_line
+from prunevit.experiments.folders import VALIDATION, check_depth, passed_over, split_folder
 from prunevit.experiments.images import UNREADABLE, ImageError, read_image, to_rgb, upright
 from prunevit.experiments.labels import class_names, ground_truth, head_indices, real_labels
 from prunevit.experiments.sample_model import PHOTOS
@@ -50,12 +52,16 @@ class EvaluationData:
         chosen: Positions to evaluate; empty for a stream.
         real: ReaL labels by position, or None.
         size: Number of images to evaluate.
+        passed_over: Files of a folder that are no images by their ending.
+        empty_folders: Class folders without an image.
     """
 
     photos: "Photos | PhotoStream"
     chosen: Sequence[int]
     real: list[list[int]] | None
     size: int
+    passed_over: int = 0
+    empty_folders: int = 0
 
     @property
     def is_stream(self) -> bool:
@@ -121,12 +127,14 @@ class Photos(Dataset[Photo]):
 
     def __getitem__(self, index: int) -> Photo:
         """Read and transform one image; one that cannot be read is returned as a failure."""
-        file, label = self.source.reader[index]
-        with file:
-            try:
+        try:
+            file, label = self.source.reader[index]
+            with file:
                 image = read_image(file, self.name(index))
-            except ImageError as error:
-                return Photo(None, -1, index, str(error))
+        except ImageError as error:
+            return Photo(None, -1, index, str(error))
+        except (*UNREADABLE, tarfile.TarError, KeyError) as error:
+            return Photo(None, -1, index, f"{self.name(index)}: cannot be opened ({_reason(error)})")
         target = self.heads[label] if self.targets is None else self.targets[index]
         return Photo(self.transform(image), target, index)
 
@@ -203,7 +211,10 @@ def load_data(config: DataConfig, model: Any) -> EvaluationData:
         stream = PhotoStream(source, transform, model.num_classes, config.num_images)
         return EvaluationData(stream, (), None, size)
     labels = _label_names(source.reader)
+    root = None if config.dataset else Path(source.reader.root)
     targets, heads = None, []
+    if root is not None and config.ground_truth is None:
+        check_depth(source.filenames(), root.is_dir())
     if config.ground_truth is not None:
         targets = ground_truth(config.ground_truth, source.filenames(), names)
         _check_range(targets, model.num_classes)
@@ -216,7 +227,8 @@ def load_data(config: DataConfig, model: Any) -> EvaluationData:
         heads = _heads(config, labels, names, model.num_classes)
     chosen = evenly_spaced(len(source), config.num_images)
     real = real_labels(config.real_labels, source.filenames()) if config.real_labels else None
-    return EvaluationData(Photos(source, transform, targets, heads), chosen, real, len(chosen))
+    over = passed_over(root) if root is not None and root.is_dir() else (0, 0)
+    return EvaluationData(Photos(source, transform, targets, heads), chosen, real, len(chosen), *over)
 
 
 def evenly_spaced(size: int, count: int | None) -> Sequence[int]:
@@ -248,15 +260,24 @@ def _open(config: DataConfig) -> Any:
         raise InputError(f"data.dataset: must be empty, hfds/NAME or wds/NAME, got {config.dataset}")
     if folder and root is None:
         raise InputError("data.root: must be set to a folder or a .tar file")
-    if folder and not Path(str(root)).exists():
+    if folder and not os.path.exists(str(root)):
         raise InputError(f"data.root: must exist, got {root}")
     try:
+        if folder:
+            root = str(split_folder(Path(str(root)), config.split))
         # An empty mode keeps timm from converting: 16-bit and EXIF need the image as it was stored.
-        return create_dataset(config.dataset, root=root, split=config.split, input_img_mode="")
+        split = config.split or VALIDATION[0]
+        return create_dataset(config.dataset, root=root, split=split, input_img_mode="", search_split=False)
+    except InputError:
+        raise
     except (RuntimeError, ValueError, OSError, ImportError, AssertionError, tarfile.TarError) as error:
         raise InputError(
             f"data: no images found in {config.dataset or root} ({first_line(error)})"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or first_line(error)
 
 
 def _label_names(reader: Any) -> list[str]:

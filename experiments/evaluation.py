@@ -2,6 +2,8 @@
 
 import logging
 import math
+import os
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +14,9 @@ from torch.utils.data import DataLoader
 from prunevit import RaggedViT, Trace, prune
 from prunevit.experiments.config import EvaluateConfig, InputError, LoggerConfig
 from prunevit.experiments.data import Batch, EvaluationData, load_data
-from prunevit.experiments.measures import Measures, describe
+from prunevit.experiments.measures import Measures, backend_of, describe, untrained
 from prunevit.experiments.models import build_model, check_fit, prune_model
-from prunevit.experiments.policy_spec import build_policy
+from prunevit.experiments.policy_spec import build_policy, policy_errors
 from prunevit.experiments.report import (
     SPEED_COLUMNS,
     Row,
@@ -46,13 +48,22 @@ def run(config: EvaluateConfig) -> list[Row]:
     """
     output = choose_output_dir(config)
     seed_everything(config.seed, workers=True, verbose=False)
-    check_fit(config.model, build_policy(config.policy, config.seed))
+    name = config.policy["name"]
+    with policy_errors(name):
+        check_fit(config.model, build_policy(config.policy, config.seed))
     model = build_model(config.model, config.weights)
-    pruned = prune_model(model, build_policy(config.policy, config.seed), config.backend)
+    with policy_errors(name):
+        pruned = prune_model(model, build_policy(config.policy, config.seed), config.backend)
     data = load_data(config.data, model)
     if data.is_stream and config.devices > 1:
         raise InputError(
             f"devices: a stream like {config.data.dataset} is read by one process; use devices=1"
+        )
+    if config.devices > data.size:
+        raise InputError(f"devices: must be at most the {data.size} images, got {config.devices}")
+    if untrained(pruned) and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"prunevit: policy {name} has random predictors: there are no weights for them", file=sys.stderr
         )
     module, trainer = EvaluationModule(pruned, data, config), make_trainer(config)
     with tracked(config.logger if trainer.is_global_zero else LoggerConfig(), asdict(config)) as records:
@@ -101,18 +112,27 @@ class EvaluationModule(LightningModule):
         self.numeric_left = len(range(rank, self.config.numeric_images, world))
         self.warm: tuple[Tensor, Tensor] | None = None
         self.problem: str | None = None
+        self.backend = self.config.backend
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Measure one batch."""
         self._count_failures(batch.failures)
         if self.problem or not len(batch.targets):
             return
+        try:
+            with policy_errors(self.config.policy["name"]):
+                self._measure(batch)
+        except InputError as error:
+            self._refuse(error.problems[0])
+
+    def _measure(self, batch: Batch) -> None:
         images, index = batch.images, batch.positions
+        dense, trace = self.pruned.model(images), self.pruned.trace(images, index)
         if self.warm is None:
             self.warm = images, index
-        dense, trace = self.pruned.model(images), self.pruned.trace(images, index)
+            self.backend = backend_of(self.pruned, self.config, trace)
         if not (dense.isfinite().all() and trace.logits.isfinite().all()):
-            return self._refuse(self._nan(dense, trace.logits, images, index))
+            raise InputError(self._nan(dense, trace.logits, images, index))
         spent = policy_macs(self.pruned, trace)
         walked = model_macs(self.pruned.model, trace.attention_rows, trace.mlp_rows)
         self.measures.add(dense, trace, batch.targets, walked, spent)
@@ -130,8 +150,12 @@ class EvaluationModule(LightningModule):
         if not self.results["images"]:
             raise InputError("data: at least one image must be readable, got none")
         self.results["dense_gmacs"] = dense_macs(self.pruned.model) / 1e9
+        self.results["backend"] = self.backend
+        self.results["passed_over"] = self.data.passed_over
+        self.results["empty_folders"] = self.data.empty_folders
         if self.trainer.is_global_zero:
-            with self.trainer.precision_plugin.forward_context():
+            name = self.config.policy["name"]
+            with self.trainer.precision_plugin.forward_context(), policy_errors(name):
                 self.results |= self._speed()
 
     def _count_failures(self, failures: tuple[str, ...]) -> None:

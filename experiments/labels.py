@@ -3,8 +3,9 @@
 import json
 import pkgutil
 import re
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from timm.data import ImageNetInfo, infer_imagenet_subset
@@ -100,22 +101,44 @@ def ground_truth(path: str, files: Sequence[str], names: Sequence[str] | None) -
         if all(label.isdecimal() for label in labels) and "0" not in labels and "1000" in labels:
             kit = _kit_order(path)
             labels = [kit.get(label, label) for label in labels]
-        by_file = {f"ILSVRC2012_val_{number:08d}": label for number, label in enumerate(labels, 1)}
-    else:
-        by_file = {Path(line[0]).stem: line[1] for line in words if len(line) > 1}
+        words = [[f"ILSVRC2012_val_{number:08d}", label] for number, label in enumerate(labels, 1)]
     targets = []
-    for file in files:
-        label = by_file.get(Path(file).stem)
-        if label is None:
+    for file, found in zip(files, _labels_of(files, [line for line in words if len(line) > 1])):
+        if found is None:
             raise InputError(
                 f"data.ground_truth: must have a line for each image, got none for {file} in {path}"
             )
-        if label not in position and not label.isdecimal():
+        if found not in position and not found.isdecimal():
             raise InputError(
-                f'data.ground_truth: labels must be classes of the model, got "{label}" for {file}'
+                f'data.ground_truth: labels must be classes of the model, got "{found}" for {file}'
             )
-        targets.append(position[label] if label in position else int(label))
+        targets.append(position[found] if found in position else int(found))
     return targets
+
+
+def _labels_of(files: Sequence[str], lines: Sequence[list[str]]) -> list[str | None]:
+    """The label of each file: by its path, with or without its ending, else by its name where only one has it."""
+    by_path: dict[PurePath, str] = {}
+    by_stem: dict[str, str] = {}
+    for name, label, *_ in lines:
+        if PurePath(name) in by_path:
+            raise InputError(f"data.ground_truth: must name a file once, got {name} twice")
+        by_path[PurePath(name)] = label
+        by_stem[PurePath(name).stem] = label
+    stems_of_lines = Counter(path.stem for path in by_path)
+    stems_of_files = Counter(PurePath(file).stem for file in files)
+    found: list[str | None] = []
+    for file in map(PurePath, files):
+        known = by_path.get(file, by_path.get(file.with_suffix("")))
+        if known is None and file.stem in by_stem:
+            if stems_of_lines[file.stem] > 1 or stems_of_files[file.stem] > 1:
+                raise InputError(
+                    f"data.ground_truth: lines must tell files of one name apart, got {file.stem} for {file}; "
+                    "name them by their path below data.root"
+                )
+            known = by_stem[file.stem]
+        found.append(known)
+    return found
 
 
 def real_labels(path: str, files: Sequence[str]) -> list[list[int]]:
@@ -132,18 +155,29 @@ def real_labels(path: str, files: Sequence[str]) -> list[list[int]]:
     text = data.decode() if data else read_text("data.real_labels", path)
     try:
         labels = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"data.real_labels: must be a JSON list of lists, got {path} ({error})") from error
+    if not isinstance(labels, list):
+        raise InputError(f"data.real_labels: must be a JSON list of lists, got {path}")
+    wrong = next((number for number, each in enumerate(labels, 1) if not _is_indices(each)), None)
+    if wrong is not None:
+        raise InputError(
+            f"data.real_labels: must be a JSON list of lists of class indices, got another entry {wrong} in {path}"
+        )
     found = []
     for file in files:
         match = NUMBER.search(Path(file).name)
         number = int(match[1]) if match else 0
-        if not (isinstance(labels, list) and 0 < number <= len(labels)):
+        if not 0 < number <= len(labels):
             raise InputError(
                 f"data.real_labels: files must be ILSVRC2012_val_<number> that it covers, got {file}"
             )
-        found.append([int(label) for label in labels[number - 1]])
+        found.append(labels[number - 1])
     return found
+
+
+def _is_indices(entry: object) -> bool:
+    return isinstance(entry, list) and all(type(each) is int and each >= 0 for each in entry)
 
 
 def read_text(key: str, path: str) -> str:
@@ -158,7 +192,7 @@ def read_text(key: str, path: str) -> str:
     """
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise InputError(f"{key}: must be a readable file, got {path} ({reason})") from error
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from prunevit import RaggedViT, Trace
@@ -10,6 +11,7 @@ from prunevit.experiments.config import RunConfig
 from prunevit.experiments.metrics import Accuracy, Average, Count, LogitDeviation, RealAccuracy, RowCounts
 from prunevit.experiments.models import weights_name
 from prunevit.experiments.report import Row
+from prunevit.kernels.backends import choose_backend
 
 
 class Measures(nn.Module):
@@ -82,6 +84,37 @@ class Measures(nn.Module):
         }
 
 
+def untrained(pruned: RaggedViT) -> bool:
+    """Whether a policy has parameters to learn; this program has no weights for those.
+
+    Args:
+        pruned: The pruned model.
+    """
+    return any(each.numel() for policy in pruned.policies for each in policy.parameters())
+
+
+def backend_of(pruned: RaggedViT, config: RunConfig, trace: Trace) -> str:
+    """The attention backends that the blocks chose, joined by "+" where they differ.
+
+    Args:
+        pruned: The pruned model, on the device of the run.
+        config: `backend` and `precision`.
+        trace: Of a batch; says how the rows lay in each block.
+    """
+    weight = next(pruned.model.parameters())
+    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(config.precision, weight.dtype)
+    heads, width = pruned.info.num_heads, pruned.info.width
+    q = weight.new_empty(1, heads, width // heads, dtype=dtype)
+    chosen = []
+    for layer, needs in enumerate(pruned.needs):
+        later = (s.tokens for s in trace.stages if (s.layer, s.site == "after_attention") > (layer, False))
+        tokens = next(later, trace.tokens)
+        plain = not needs and tokens.key_weight is None and tokens.soft is None
+        dense_rows = tokens.max_seqlen if tokens.uniform and plain else None
+        chosen.append(choose_backend(config.backend, q, needs_grad=False, dense_rows=dense_rows))
+    return "+".join(sorted(set(chosen)))
+
+
 def describe(config: RunConfig, pruned: RaggedViT) -> Row:
     """The part of a row that is not measured.
 
@@ -101,12 +134,12 @@ def describe(config: RunConfig, pruned: RaggedViT) -> Row:
         "layers": list(policy.layers),
         "model": config.model.name,
         "weights": weights,
-        "trained": None if weights == "random" else "off-the-shelf",
+        "trained": None if weights == "random" or untrained(pruned) else "off-the-shelf",
+        "predictors": "random" if untrained(pruned) else None,
         "seed": config.seed,
         "img_size": height if height == width else [height, width],
         "batch_size": config.batch_size,
         "mode": config.execution,
-        "backend": config.backend,
         "accelerator": "gpu" if config.on_gpu else "cpu",
         "precision": config.precision,
     }

@@ -4,7 +4,6 @@ import copy
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,7 +47,7 @@ def run(config: BenchConfig, device: torch.device) -> Iterator[Measurement]:
     Yields:
         Times and peak memory.
     """
-    with torch.no_grad(), _unbounded_compilation():
+    with torch.no_grad():
         for case in cases(config):
             for dtype in config.dtypes:
                 model = build(case).to(device, getattr(torch, DTYPES[dtype]))
@@ -64,13 +63,6 @@ def run(config: BenchConfig, device: torch.device) -> Iterator[Measurement]:
                     check = Check(model, exact, check_batches(batch, more))
                     entrants = list(_enter(case, model, batch, check, config.modes, kept))
                     yield from _measure(place, entrants, batch, config.seconds)
-
-
-@contextmanager
-def _unbounded_compilation() -> Iterator[None]:
-    """Compile every model: torch falls back to eager after eight compilations of one function."""
-    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=4000):
-        yield
 
 
 def build(case: Case) -> Any:

@@ -1,7 +1,7 @@
 """The timm model that a configuration names: the bundled one, timm's pretrained ones, or a weights file."""
 
+import os
 import pickle
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -10,14 +10,18 @@ from safetensors import SafetensorError
 from timm.models import deit, vision_transformer
 from timm.models._helpers import load_state_dict
 
+from prunevit.experiments.compose import nearest
 from prunevit.experiments.config import InputError, ModelConfig, first_line
 from prunevit.experiments.sample_model import load_sample_model
 from prunevit.policy import PruningPolicy
 from prunevit.vit import RaggedViT, prune
 
+HUBS = ("hf-hub:", "hf_hub:", "local-dir:")  # how timm's names of models elsewhere begin
+
 # What the readers raise on files that are broken, would run code, or hold something else than weights.
 UNREADABLE = (
-    *(pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, EOFError, AttributeError, KeyError),
+    *(pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, EOFError),
+    *(AttributeError, KeyError, IndexError, TypeError, ValueError),
 )
 
 
@@ -67,11 +71,18 @@ def check_fit(config: ModelConfig, policy: PruningPolicy) -> None:
                 "model.pretrained: the bundled model is a trained one; name a timm architecture instead"
             )
         model: Any = load_sample_model()
-    elif ":" in config.name:
+    elif config.name.startswith(HUBS):
         return  # what a hub holds is known once it is there
+    elif not timm.is_model(config.name):
+        raise InputError(
+            f"model.name: unknown architecture, got {config.name}; {nearest(config.name, timm.list_models())}"
+        )
     else:
-        with torch.device("meta"):
-            model = timm.create_model(config.name)
+        try:
+            with torch.device("meta"):
+                model = timm.create_model(config.name)
+        except (RuntimeError, ValueError) as error:
+            raise InputError(f"model.name: {first_line(error)}, got {config.name}") from error
     prune_model(model, policy)
 
 
@@ -120,12 +131,15 @@ def load_weights(model: Any, path: str) -> None:
     Raises:
         InputError: If it cannot be read, would run code, or belongs to another architecture.
     """
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise InputError(f"weights: must be a file, got {path}")
     try:
         state = load_state_dict(path, weights_only=True)
         family = deit if isinstance(model, deit.VisionTransformerDistilled) else vision_transformer
         state = family.checkpoint_filter_fn(state, model)
+        strange = next((name for name, value in state.items() if not isinstance(value, torch.Tensor)), None)
+        if strange is not None:
+            raise TypeError(f"{strange} is no tensor")
     except UNREADABLE as error:
         raise InputError(
             f"weights: must be safetensors or a pickle of tensors only, got {path} ({first_line(error)})"
@@ -144,7 +158,7 @@ def _build_timm(config: ModelConfig, weights: str | None) -> Any:
     classes: dict[str, Any] = {"num_classes": config.num_classes} if config.num_classes and not fetch else {}
     try:
         return timm.create_model(config.name, pretrained=fetch, **classes)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise InputError(
             f"model: no weights for {config.name} ({first_line(error)}); give weights=FILE, or "
             "model.pretrained=false for random weights"

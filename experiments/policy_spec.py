@@ -5,16 +5,27 @@ signature: unknown, missing and wrongly typed ones are refused with the key's pa
 """
 
 import inspect
+import pickle
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from prunevit.experiments.compose import nearest
-from prunevit.experiments.config import InputError
-from prunevit.policies import resolve
+from prunevit.experiments.config import InputError, first_line
+from prunevit.policies import Replay, resolve
 from prunevit.policy import PruningPolicy
+from prunevit.trace import Trace
 
 Spec = dict[str, Any]
+
+# What reading raises of a file that is missing, cut off, or holds something else than a trace.
+UNREADABLE = (
+    *(OSError, EOFError, pickle.UnpicklingError, RuntimeError),
+    *(ValueError, TypeError, KeyError, AttributeError, IndexError),
+)
 
 
 def build_policy(spec: Spec, seed: int = 0) -> PruningPolicy:
@@ -50,11 +61,47 @@ def policy_problems(spec: Spec) -> list[str]:
     lines = _signature_problems(cls, _arguments(spec))
     if lines:
         return lines
+    if issubclass(cls, Replay) and (line := _trace_problem(spec["trace"])):
+        return [line]
     try:
-        cls(**_arguments(spec))
-    except (ValueError, TypeError, OSError) as error:
-        return [str(error)]
+        with policy_errors(spec["name"]):
+            cls(**_arguments(spec))
+    except InputError as error:
+        return list(error.problems)
     return []
+
+
+@contextmanager
+def policy_errors(name: str) -> Iterator[None]:
+    """Turn what a policy raises into a line that names it.
+
+    Args:
+        name: Of the policy. From a shipped one only refusals are wrong input; a class of the user may do anything.
+
+    Raises:
+        InputError: In place of what was raised.
+    """
+    try:
+        yield
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except (ValueError, TypeError) as error:
+        line = first_line(error)
+        named = line.startswith(f"{resolve(name).__name__}:")
+        raise InputError(line if named else f"policy {name}: {line}") from error
+    except Exception as error:
+        if ":" not in name:
+            raise
+        raise InputError(f"policy {name}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _trace_problem(path: object) -> str | None:
+    try:
+        Trace.load(str(path))
+    except UNREADABLE as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        return f"policy.trace: must be a file that Trace.save wrote, got {path} ({reason})"
+    return None
 
 
 def _arguments(spec: Spec) -> Spec:
@@ -65,7 +112,12 @@ def _signature_problems(cls: type[PruningPolicy], arguments: Spec) -> list[str]:
     parameters = inspect.signature(cls).parameters
     try:
         hints = get_type_hints(cls.__init__)
-    except NameError:  # names imported for type checkers only
+    except (
+        NameError,
+        TypeError,
+        AttributeError,
+        SyntaxError,
+    ):  # names imported for type checkers only, or no types
         hints = {}
     lines = []
     for name, value in arguments.items():

@@ -26,6 +26,8 @@ from prunevit.experiments.config import BenchConfig, InputError, RunConfig
 
 SCHEMA = 1
 RESULTS = "results.json"  # written last: where it stands, the run is complete
+FILES = ("config.yaml", "results.csv", RESULTS)
+LONGEST_NAME = 255  # bytes, of every file system in use
 SPEED_COLUMNS = (
     *(
         "images_per_s",
@@ -56,35 +58,57 @@ COLUMNS = (
     *SPEED_COLUMNS,
     *("batch_size", "mode", "backend", "accelerator", "precision"),
 )
+LEFT_OUT = {
+    "skipped": "unreadable images left out",
+    "passed_over": "files passed over, which no image format ends like",
+    "empty_folders": "class folders without images",
+}
 Row = dict[str, Any]
 
 
-def choose_output_dir(config: RunConfig | BenchConfig, results: str = RESULTS) -> Path:
+def choose_output_dir(config: RunConfig | BenchConfig, files: Sequence[str] = FILES) -> Path:
     """Settle where the results go, and make sure that they can go there, before anything expensive runs.
 
     Args:
         config: `output_dir` and `overwrite`.
-        results: The file that stands for a run's results.
+        files: What the run writes there.
 
     Raises:
         InputError: If the folder already holds results or cannot be written.
     """
     path = Path(config.output_dir or Path("outputs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-    if (path / results).exists() and not config.overwrite:
-        raise InputError(f"output_dir: {path} already holds results; choose another or set overwrite=true")
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"output_dir: must be a folder that can be written, got {path} ({error.strerror})"
-        ) from error
+        obstacle = _obstacle(path, files)
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        obstacle = error.strerror if isinstance(error, OSError) else str(error)
+    if obstacle:
+        raise InputError(f"output_dir: must be a folder that can be written, got {path} ({obstacle})")
+    if any((path / name).exists() for name in files if name != "config.yaml") and not config.overwrite:
+        raise InputError(f"output_dir: {path} already holds results; choose another or set overwrite=true")
     return path
 
 
+def _obstacle(path: Path, files: Sequence[str]) -> str | None:
+    """Say what keeps a folder from being made and written; raises what the file system says itself."""
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts):
+        return "a name is too long"
+    for folder in (path, *path.absolute().parents):
+        try:
+            folder.stat()
+        except FileNotFoundError:
+            if folder.is_symlink():
+                return f"{folder} is a link to nothing"
+            continue
+        with tempfile.TemporaryFile(dir=folder):
+            break
+    taken = [name for name in files if (path / name).is_dir()]
+    return f"{taken[0]} there is a folder" if taken else None
+
+
 def write_results(path: Path, config: RunConfig, rows: Sequence[Row]) -> None:
-    """Write the three files; each appears whole, and results.json last.
+    """Write the three files: all of them or none, each whole, and results.json last.
+
+    In config.yaml a number that is not finite stays what it was, so that the run can be repeated.
 
     Args:
         path: The output folder.
@@ -98,14 +122,17 @@ def write_results(path: Path, config: RunConfig, rows: Sequence[Row]) -> None:
     content = {
         "schema": SCHEMA,
         "environment": environment(),
-        "config": settings,
+        "config": finite(settings),
         "rows": [*map(finite, rows)],
     }
+    texts = (
+        OmegaConf.to_yaml(OmegaConf.create(settings)),
+        _table(rows),
+        json.dumps(content, indent=1, allow_nan=False) + "\n",
+    )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _replace(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
-        _replace(path / "results.csv", _table(rows))
-        _replace(path / RESULTS, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        _replace({path / name: text for name, text in zip(FILES, texts)})
     except OSError as error:
         raise InputError(
             f"output_dir: the results could not be written to {path} ({error.strerror})"
@@ -166,8 +193,9 @@ def print_report(row: Row, console: Console | None = None) -> None:
     if row["accelerator"] == "cpu" and row["images_per_s"] is not None:
         table.caption = "speeds on a CPU are not representative"
     console.print(table)
-    if row["skipped"]:
-        console.print(f"unreadable images left out: {row['skipped']}", highlight=False)
+    for name, said in LEFT_OUT.items():
+        if row[name]:
+            console.print(f"{said}: {row[name]}", highlight=False)
 
 
 def _lines(row: Row) -> list[tuple[str, str, str]]:
@@ -215,16 +243,21 @@ def _table(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write beside the target, then move into place: no reader sees half a file, and no crash leaves one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def _replace(texts: dict[Path, str]) -> None:
+    """Write all beside their targets, then move them into place: no reader sees half a file or half a set."""
+    staged: dict[Path, str] = {}
+    new = [path for path in texts if not path.exists()]
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        for path, text in texts.items():
+            handle, staged[path] = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(staged[path], 0o666 & ~_umask())
+        for path, temporary in staged.items():
+            os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        for leftover in (*map(Path, staged.values()), *new):
+            leftover.unlink(missing_ok=True)
         raise
 
 

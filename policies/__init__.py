@@ -86,8 +86,11 @@ def resolve(name: str) -> type[PruningPolicy]:
         )
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f'policy: "{name}" must name a class that can be imported, got {error}') from error
+    except (Exception, SystemExit) as error:  # the user's module may do anything
+        what = (
+            error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        )
+        raise ValueError(f'policy: "{name}" must name a class that can be imported, got {what}') from error
     if not (isinstance(found, type) and issubclass(found, PruningPolicy)):
         raise ValueError(f'policy: "{name}" must be a subclass of prunevit.PruningPolicy, got {found!r}')
     return found

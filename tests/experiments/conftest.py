@@ -39,6 +39,8 @@ def evaluate() -> Evaluate:
     def run(root: Path, output: Path, *overrides: str) -> int:
         where = ["data=folder", f"data.root={root}", f"output_dir={output}"]
         policy = [] if any(word.startswith("policy=") for word in overrides) else ["policy.layers=[1,3]"]
-        return main(["evaluate", *model, *where, *fast, *policy, *overrides])
+        given = {word.partition("=")[0] for word in overrides}
+        defaults = [word for word in (*model, *where, *fast, *policy) if word.partition("=")[0] not in given]
+        return main(["evaluate", *defaults, *overrides])
 
     return run

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from prunevit.experiments.cli import VERBS, main
+from prunevit.experiments.cli import main
 from prunevit.experiments.config import EvaluateConfig, leaves
+from prunevit.experiments.verbs import VERBS
 from prunevit.policies import POLICIES
 
 Folders = Callable[..., Path]
@@ -201,6 +202,18 @@ def test_results_are_not_replaced_unasked(
     assert (out / "results.json").read_text() == before
     assert evaluate(root, out, "seed=9", "overwrite=true") == 0
     assert (out / "results.json").read_text() != before
+
+
+def test_ctrl_c_during_the_imports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "prunevit.experiments.verbs", Interrupted())
+    assert main(["policies"]) == 130
+    assert capsys.readouterr().err == "prunevit: interrupted, nothing was written\n"
 
 
 SLOW_POLICY = """

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from prunevit.experiments.cli import VERBS
 from prunevit.experiments.compose import CONFIGS, compose, group_names, nearest, read_yaml
 from prunevit.experiments.config import GROUPS, EvaluateConfig, InputError, leaves
+from prunevit.experiments.plain_yaml import plain
+from prunevit.experiments.verbs import VERBS
 
 
 def config(*arguments: str) -> EvaluateConfig:
@@ -100,12 +101,71 @@ def test_an_environment_variable_can_be_named(monkeypatch: pytest.MonkeyPatch) -
         ("data.root=${oc.env:PRUNEVIT_UNSET}", "data.root: "),
         ("policy.keep_rate=${oc.env:PRUNEVIT_UNSET}", "policy.keep_rate: "),
         ("model.img_size=big", "model.img_size: must be px or [height, width], got big"),
+        ("batch_size=1:30", "batch_size: Value '1:30' of type 'str' could not be converted to Integer"),
+        ("batch_size=2147483648", "batch_size: must be at most 2147483647, got 2147483648"),
+        ("numeric_images=2147483648", "numeric_images: must be at most 2147483647"),
+        ("data.num_images=2147483648", "data.num_images: must be at most 2147483647"),
+        ("seed=4294967296", "seed: must be at most 4294967295, got 4294967296"),
+        ("timing_s=nan", "timing_s: must be a finite number, got nan"),
+        ("timing_s=.inf", "timing_s: must be a finite number, got inf"),
+        ("data.root=", "data.root: must have a value, got none; write data.root=null for none"),
+        ("weights=''", "weights: must have a value, got ''"),
+        ("logger.mode=offline", "logger.mode: needs logger=wandb"),
+        ("logger.project=mine", "logger.project: needs logger=wandb"),
+        ("seed=\udcff", "'seed=\\udcff': an argument must be UTF-8"),
+        ("data.root=${data.root}", "data.root: "),
     ],
 )
 def test_one_line_says_what_is_wrong(argument: str, message: str) -> None:
     found = problems(argument)
     assert len(found) == 1
     assert message in found[0]
+
+
+@pytest.mark.parametrize("name", [name for name in leaves(EvaluateConfig) if name != "policy"])
+def test_an_interpolation_of_nothing_is_one_line(name: str) -> None:
+    (line,) = problems(f"{name}=${{nope}}")
+    assert line.startswith(f"{name}: ")
+    assert "nope" in line
+
+
+def test_a_key_is_given_once() -> None:
+    assert problems("seed=1", "seed=2") == ["seed: must be given once, got seed=2 again"]
+
+
+def test_the_largest_values() -> None:
+    made = config("seed=4294967295", "batch_size=2147483647")
+    assert (made.seed, made.batch_size) == (4294967295, 2147483647)
+
+
+def test_what_yaml_takes_for_base_60_is_text(tmp_path: Path) -> None:
+    assert config("policy.layers=3:9").policy["layers"] == "3:9"
+    (tmp_path / "mine.yaml").write_text("policy: {name: topk, layers: 3:9}\n")
+    assert config(f"config={tmp_path / 'mine.yaml'}").policy["layers"] == "3:9"
+    (tmp_path / "twice.yaml").write_text("seed: 1\nseed: 2\n")
+    assert "seed stands twice" in problems(f"config={tmp_path / 'twice.yaml'}")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("-.5", -0.5),
+        ("0x1F", 31),
+        ("1_000", 1000),
+        ("+5", 5),
+        ("0", 0),
+        ("-.inf", float("-inf")),
+        ("1.2.3", "1.2.3"),
+        ("1:30.5", "1:30.5"),
+        ("2024-01-01", "2024-01-01"),
+        ("~", None),
+        ("yes", True),
+    ],
+)
+def test_values_of_yaml(text: str, value: object) -> None:
+    found = plain(f"value: {text}")["value"]
+    assert (type(found), found) == (type(value), value)
 
 
 def test_all_problems_come_at_once() -> None:

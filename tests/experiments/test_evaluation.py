@@ -97,6 +97,8 @@ def test_every_figure_of_a_row(folders: Folders, evaluate: Evaluate, weights: Pa
         "layers": [1, 3],
         "img_size": 160,
     }
+    assert row["backend"] == "padded"  # what "auto" takes on a CPU
+    assert (row["predictors"], row["passed_over"], row["empty_folders"]) == (None, 0, 0)
     assert (row["weights"], row["trained"], row["accelerator"]) == (str(weights), "off-the-shelf", "cpu")
     assert all(row[name] is None for name in SPEED_COLUMNS)
 

@@ -99,6 +99,42 @@ def test_ground_truth_that_does_not_say(tmp_path: Path) -> None:
         ground_truth("/nowhere", FILES, WORDNET_IDS)
 
 
+def truth(tmp_path: Path, text: str, *files: str) -> list[int]:
+    (tmp_path / "labels.txt").write_text(text)
+    return ground_truth(str(tmp_path / "labels.txt"), files, WORDNET_IDS)
+
+
+def test_ground_truth_by_path_before_name(tmp_path: Path) -> None:
+    assert truth(tmp_path, "a/0.png 1\nb/0.png 2\n", "a/0.png", "b/0.png") == [1, 2]
+    assert truth(tmp_path, "a/0 1\nb/0 2\n", "a/0.png", "b/0.png") == [1, 2]
+    assert truth(tmp_path, "0.jpg 1\n0.png 2\n", "0.jpg", "0.png") == [1, 2]
+    assert truth(tmp_path, "val/0.png 1\nval/1.png 2\n", "0.png", "1.png") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "message"),
+    [
+        ("0.png 1\n0.png 2\n", ["0.png"], r"must name a file once, got 0\.png twice"),
+        ("0.png 1\n", ["a/0.png", "b/0.png"], r"must tell files of one name apart, got 0 for a/0\.png"),
+        ("x/0.png 1\ny/0.png 2\n", ["0.png"], r"must tell files of one name apart, got 0 for 0\.png"),
+    ],
+)
+def test_ambiguous_ground_truth(tmp_path: Path, text: str, files: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        truth(tmp_path, text, *files)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    ["{}", "3", "[1, 2, 3]", '[["a"], [], []]', "[[1], [2.5], []]", "[[1], null, []]", "[[-1]]", "[" * 9999],
+)
+def test_malformed_real_labels_are_one_line(tmp_path: Path, labels: str) -> None:
+    (tmp_path / "real.json").write_text(labels)
+    with pytest.raises(InputError, match=r"data\.real_labels: must be a JSON list of lists") as caught:
+        real_labels(str(tmp_path / "real.json"), FILES)
+    assert len(caught.value.problems) == 1
+
+
 def test_real_labels(tmp_path: Path) -> None:
     file = tmp_path / "real.json"
     file.write_text(json.dumps([[5], [285, 3], []]))

@@ -64,6 +64,37 @@ def test_files_that_hold_no_weights(tmp_path: Path, name: str) -> None:
         build_model(config(), str(file))
 
 
+@pytest.mark.parametrize("more", [{"epoch": 3}, {"cls_token": [1.0]}, {"norm.weight": None}])
+def test_entries_that_are_no_tensors(tmp_path: Path, more: dict[str, Any]) -> None:
+    torch.save({**random_model().state_dict(), **more}, tmp_path / "w.pth")
+    with pytest.raises(
+        InputError, match=f"must be safetensors or a pickle of tensors only.*{next(iter(more))}"
+    ):
+        build_model(config(num_classes=5), str(tmp_path / "w.pth"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("foo", r"model\.name: unknown architecture, got foo"),
+        ("hf-hub", r"model\.name: unknown architecture, got hf-hub"),
+        ("deit_smal_patch16_224", "the nearest is deit_small_patch16_224"),
+        ("test_vit.nosuchtag", r"model\.name: Invalid pretrained tag \(nosuchtag\)"),
+        ("foo:bar", r"model\.name: unknown architecture, got foo:bar"),
+    ],
+)
+def test_names_of_no_model_are_one_line(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        check_fit(ModelConfig(name=name), NoPruning())
+    assert len(caught.value.problems) == 1
+
+
+def test_a_hub_without_a_model_is_one_line() -> None:
+    check_fit(ModelConfig(name="hf-hub:"), NoPruning())
+    with pytest.raises(InputError, match="model: no weights for hf-hub: "):
+        build_model(ModelConfig(name="hf-hub:"))
+
+
 def test_a_missing_file() -> None:
     with pytest.raises(InputError, match=r"weights: must be a file, got /nowhere\.safetensors"):
         build_model(config(), "/nowhere.safetensors")

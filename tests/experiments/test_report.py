@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def row(**values: Any) -> dict[str, Any]:
         "real_top1": None,
         "dense_real_top1": None,
         "skipped": 0,
+        "passed_over": 0,
+        "empty_folders": 0,
         "dense_tokens": 197,
         "tokens_by_block": [{"mean": 1.0}],
     }
@@ -90,6 +93,82 @@ def test_a_failing_write_leaves_no_results(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_setting_that_is_not_finite_loses_nothing(tmp_path: Path) -> None:
+    made = config()
+    made.policy["threshold"] = float("nan")
+    write_results(tmp_path, made, [row()])
+    assert json.loads((tmp_path / "results.json").read_text())["config"]["policy"]["threshold"] is None
+    assert OmegaConf.load(tmp_path / "config.yaml").policy.threshold != 0.0
+    assert ".nan" in (tmp_path / "config.yaml").read_text()
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(report.FILES)
+
+
+def test_what_cannot_be_said_in_a_file_touches_none(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        write_results(tmp_path / "out", config(), [row(extra=object())])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_move_that_fails_takes_the_others_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    moved, replace = [], report.os.replace
+
+    def move(source: str, target: Path) -> None:
+        moved.append(target)
+        if len(moved) == fails_at:
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(report.os, "replace", move)
+    with pytest.raises(InputError, match="Input/output error"):
+        write_results(tmp_path, config(), [row()])
+    assert list(tmp_path.iterdir()) == []
+
+
+def loop(folder: Path) -> str:
+    (folder / "loop").symlink_to(folder / "loop")
+    return str(folder / "loop")
+
+
+def dangling(folder: Path) -> str:
+    (folder / "link").symlink_to(folder / "nowhere")
+    return str(folder / "link" / "out")
+
+
+def taken(folder: Path) -> str:
+    (folder / "results.json").mkdir()
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (loop, "Too many levels of symbolic links"),
+        (dangling, "link is a link to nothing"),
+        (lambda folder: str(folder / ("a" * 256)), "a name is too long"),
+        (lambda folder: str(folder / "new" / ("é" * 128)), "a name is too long"),
+        (lambda folder: f"{folder}/a\0b", "null byte"),
+        (taken, "results.json there is a folder"),
+    ],
+    ids=["loop", "dangling link", "long name", "long name below a new folder", "null byte", "folder"],
+)
+def test_a_place_where_nothing_can_be_written_is_one_line(
+    tmp_path: Path, make: Callable[[Path], str], reason: str
+) -> None:
+    with pytest.raises(InputError, match=reason) as caught:
+        choose_output_dir(config(output_dir=make(tmp_path)))
+    (line,) = caught.value.problems
+    assert line.startswith("output_dir: must be a folder that can be written, got ")
+
+
+def test_a_table_alone_counts_as_results(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").write_text("")
+    with pytest.raises(InputError, match="already holds results"):
+        choose_output_dir(config(output_dir=str(tmp_path)))
+
+
 def test_existing_results_are_refused_unless_overwritten(tmp_path: Path) -> None:
     write_results(tmp_path, config(), [row()])
     with pytest.raises(InputError, match="already holds results; choose another or set overwrite=true"):
@@ -136,6 +215,10 @@ def test_the_table_says_what_a_cpu_speed_is_worth_and_what_was_left_out() -> Non
     )
     assert "not representative" in text
     assert "unreadable images left out: 2" in text
+    assert "passed over" not in text
+    more = printed(passed_over=3, empty_folders=1)
+    assert "files passed over, which no image format ends like: 3" in more
+    assert "class folders without images: 1" in more
     assert "ReaL" in text
     assert "peak MB" not in text
     assert "not representative" not in "\n".join(printed(accelerator="gpu"))
