@@ -44,9 +44,9 @@ def pack_by_hand(tokens: RaggedTokens, mask: KeepMask) -> list[list[tuple[Tensor
         stay = [row for row in rows if mask.keep[row] or tokens.source[row] < 0]
         order = mask.order
         if order is not None:
-            stay = [r for r in stay if tokens.source[r] < 0] + sorted(
-                (r for r in stay if tokens.source[r] >= 0), key=lambda row, order=order: float(order[row])
-            )
+            key = order.tolist()
+            patches = [row for row in stay if tokens.source[row] >= 0]
+            stay = [row for row in stay if tokens.source[row] < 0] + sorted(patches, key=key.__getitem__)
         out = []
         for row in stay:
             members = [row]

@@ -154,7 +154,7 @@ def eager(case: dict[str, Any]) -> dict[str, Tensor]:
         size,
         key_weight,
         *(case[name] for name in order),
-        folds_key_weight=case["merge_into"] is not None and case["key_weight_in"] is not None,
+        case["merge_into"] is not None and case["key_weight_in"] is not None,
     )
     names = [
         name

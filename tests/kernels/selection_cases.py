@@ -71,7 +71,7 @@ def assert_selection(
         assert bounds.tolist() == [sum(mask[: image * rows]) for image in range(batch_size + 1)]
         assert (got.dtype, destination.dtype, bounds.dtype) == (torch.bool, torch.int64, torch.int32)
     assert selection.merge_into.tolist() == merge_into
-    same = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+    same: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
     torch.testing.assert_close(
         selection.merge_weight.double().cpu(), torch.tensor(weight, dtype=torch.float64), **same
     )
