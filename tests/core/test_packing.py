@@ -44,9 +44,9 @@ def pack_by_hand(tokens: RaggedTokens, mask: KeepMask) -> list[list[tuple[Tensor
         stay = [row for row in rows if mask.keep[row] or tokens.source[row] < 0]
         order = mask.order
         if order is not None:
-            key = order.tolist()
+            place = order.tolist()
             patches = [row for row in stay if tokens.source[row] >= 0]
-            stay = [row for row in stay if tokens.source[row] < 0] + sorted(patches, key=key.__getitem__)
+            stay = [row for row in stay if tokens.source[row] < 0] + sorted(patches, key=place.__getitem__)
         out = []
         for row in stay:
             members = [row]
