@@ -147,15 +147,9 @@ def eager(case: dict[str, Any]) -> dict[str, Tensor]:
     size = case["size"] if case["size_in"] is None else case["size_in"]
     key_weight = case["key_weight"] if case["key_weight_in"] is None else case["key_weight_in"]
     order = ("soft", "kept", "destination", "cu_old", "cu_new", "capacity", "merge_into", "merge_weight")
-    x, ids, *rest = gather_reference(
-        case["x"],
-        case["image_id"],
-        case["source"],
-        size,
-        key_weight,
-        *(case[name] for name in order),
-        case["merge_into"] is not None and case["key_weight_in"] is not None,
-    )
+    folds_key_weight = case["merge_into"] is not None and case["key_weight_in"] is not None
+    arguments: list[Any] = [case["x"], case["image_id"], case["source"], size, key_weight]
+    x, ids, *rest = gather_reference(*arguments, *(case[name] for name in order), folds_key_weight)
     names = [
         name
         for name, there in {
