@@ -149,7 +149,8 @@ def eager(case: dict[str, Any]) -> dict[str, Tensor]:
     order = ("soft", "kept", "destination", "cu_old", "cu_new", "capacity", "merge_into", "merge_weight")
     folds_key_weight = case["merge_into"] is not None and case["key_weight_in"] is not None
     arguments: list[Any] = [case["x"], case["image_id"], case["source"], size, key_weight]
-    x, ids, *rest = gather_reference(*arguments, *(case[name] for name in order), folds_key_weight)
+    arguments += [*(case[name] for name in order), folds_key_weight]
+    x, ids, *rest = gather_reference(*arguments)
     names = [
         name
         for name, there in {
