@@ -5,19 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from prunevit.keepmask import KeepMask
 from prunevit.tokens import AttentionState, RaggedTokens
+from prunevit.trace import Site, Trace
 
-if TYPE_CHECKING:
-    from prunevit.trace import Trace
-
-Site = Literal["before_block", "after_attention"]
-SITES: tuple[Site, ...] = get_args(Site)
 NEEDS = ("prefix_attention", "received_attention", "qkv")
 """What a policy may ask of the attention before it; "qkv" stands for the queries, keys and values themselves."""
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from prunevit.keepmask import KeepMask
-from prunevit.policy import Site
 from prunevit.tokens import RaggedTokens
+
+Site = Literal["before_block", "after_attention"]
+SITES: tuple[Site, ...] = get_args(Site)
+"""Where in its blocks a policy may act."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from prunevit.block import attend, feed_forward
 from prunevit.kernels.ragged_attention import BACKENDS
 from prunevit.packing import pack
-from prunevit.policy import NEEDS, SITES, ModelInfo, PruningPolicy
+from prunevit.policy import NEEDS, ModelInfo, PruningPolicy
 from prunevit.pooling import pool
 from prunevit.tokens import AttentionState, RaggedTokens
-from prunevit.trace import Stage, Trace
+from prunevit.trace import SITES, Stage, Trace
 
 
 def prune(
