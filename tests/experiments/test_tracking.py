@@ -35,6 +35,7 @@ def test_offline_records_the_row_and_the_configuration(quiet: Path) -> None:
     logger = LoggerConfig("wandb", mode="offline", project="pruning", group="table", run_name="evit 0.7")
     with tracked(logger, SETTINGS) as rows:
         rows.append(ROW)
+    wandb.teardown()  # the file is complete only once wandb's own process has ended
     found = records(quiet)
     summary, config = updates(found, "summary"), updates(found, "config")
     assert {key: summary[key] for key in ROW} == ROW
@@ -50,6 +51,7 @@ def test_a_failed_run_is_finished_as_failed(quiet: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("WANDB_PROJECT", "from-environment")
     with pytest.raises(KeyboardInterrupt), tracked(LoggerConfig("wandb"), SETTINGS):
         raise KeyboardInterrupt
+    wandb.teardown()  # the file is complete only once wandb's own process has ended
     found = records(quiet)
     (end,) = [record.exit for record in found if record.WhichOneof("record_type") == "exit"]
     (run,) = [record.run for record in found if record.WhichOneof("record_type") == "run"]
