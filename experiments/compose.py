@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from prunevit.experiments.config import GROUPS, BenchConfig, InputError, RunConfig, first_line, leaves
+from prunevit.experiments.config import GROUPS, InputError, VerbConfig, first_line, leaves
 from prunevit.experiments.plain_yaml import plain
 
 CONFIGS = files("prunevit.configs")
@@ -191,7 +191,8 @@ def _finish(tree: Tree, schema: type, problems: list[str]) -> Any:
         typed = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise InputError(f"{error.full_key or 'config'}: {first_line(error)}") from error
-    if isinstance(typed, RunConfig | BenchConfig) and (lines := typed.problems()):
+    assert isinstance(typed, VerbConfig)
+    if lines := typed.problems():
         raise InputError(*lines)
     return typed
 

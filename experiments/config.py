@@ -108,7 +108,24 @@ class LoggerConfig:
 
 
 @dataclass
-class RunConfig:
+class VerbConfig:
+    """What the configurations of all verbs have in common."""
+
+    def problems(self) -> list[str]:
+        """Say what this machine cannot do or what contradicts itself, a line each."""
+        return []
+
+
+@dataclass
+class OutputConfig(VerbConfig):
+    """The keys of every verb that writes results."""
+
+    output_dir: str | None = key(None, "where the results go; null: outputs/<time>")
+    overwrite: bool = key(False, "replace results that are already in output_dir")
+
+
+@dataclass
+class RunConfig(OutputConfig):
     """The keys of every verb that runs a model on images."""
 
     model: ModelConfig = group(ModelConfig, "a file of configs/model, or a timm architecture")
@@ -118,8 +135,6 @@ class RunConfig:
     weights: str | None = key(
         None, "weights file of the model: safetensors, or a torch pickle of tensors only"
     )
-    output_dir: str | None = key(None, "where the results go; null: outputs/<time>")
-    overwrite: bool = key(False, "replace results that are already in output_dir")
     batch_size: int = key(16, "images a batch", low=1)
     accelerator: str = key("auto", "where the model runs", choices=("auto", "cpu", "gpu"))
     devices: int = key(1, "processes, one for each device", low=1)
@@ -184,35 +199,7 @@ class EvaluateConfig(RunConfig):
 
 
 @dataclass
-class BenchConfig:
-    """The keys of `prunevit bench`."""
-
-    suite: str = key(MISSING, "what is measured", choices=("attention", "model", "stages"))
-    rows: str = key(
-        "must_reach",
-        "the rows with a target, or a sweep over the keys below",
-        choices=("must_reach", "sweep"),
-    )
-    models: list[str] = key([], "timm architectures or sample; empty: those of the rows")
-    img_sizes: list[int] = key([], "input sizes, px; empty: the models' own", low=1)
-    batch_sizes: list[int] = key([], "images a batch; empty: those of the rows", low=1)
-    dtypes: list[str] = key(["bf16"], "number formats", choices=("bf16", "fp16", "fp32"))
-    policies: list[str] = key(["evit"], "sweep: files of configs/policy", choices=())
-    ratios: list[float] = key([0.3, 0.5, 0.7], "sweep: shares of the tokens that are pruned", low=0)
-    modes: list[str] = key(
-        ["eager", "graph", "compile+graph"], "how the models are executed", choices=MODES[:-1]
-    )
-    seconds: float = key(0.3, "seconds for each measurement", low=0)
-    output_dir: str | None = key(None, "where the results go; null: outputs/<time>")
-    overwrite: bool = key(False, "replace results that are already in output_dir")
-
-    def problems(self) -> list[str]:
-        """Say what contradicts itself, a line each."""
-        return [f"ratios: must be below 1, got {each}" for each in self.ratios if each >= 1]
-
-
-@dataclass
-class PoliciesConfig:
+class PoliciesConfig(VerbConfig):
     """The keys of `prunevit policies`: none."""
 
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from prunevit.experiments.config import BenchConfig, InputError, RunConfig
+from prunevit.experiments.config import InputError, OutputConfig, RunConfig
 
 SCHEMA = 1
 RESULTS = "results.json"  # written last: where it stands, the run is complete
@@ -66,7 +66,7 @@ LEFT_OUT = {
 Row = dict[str, Any]
 
 
-def choose_output_dir(config: RunConfig | BenchConfig, files: Sequence[str] = FILES) -> Path:
+def choose_output_dir(config: OutputConfig, files: Sequence[str] = FILES) -> Path:
     """Settle where the results go, and make sure that they can go there, before anything expensive runs.
 
     Args:

@@ -7,34 +7,38 @@ from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
 from prunevit.experiments.compose import compose, group_names, nearest, read_yaml
-from prunevit.experiments.config import (
-    GROUPS,
-    BenchConfig,
-    EvaluateConfig,
-    InputError,
-    PoliciesConfig,
-    leaves,
-)
+from prunevit.experiments.config import GROUPS, InputError, leaves
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb: what it does, the schema of its keys, and `module:function` that takes the configuration."""
+    """A verb: what it does, `module:class` of its keys, and `module:function` that takes the configuration.
+
+    Both are imported only when the verb is asked for.
+    """
 
     summary: str
-    schema: type
+    keys: str
     entry: str
+
+    @property
+    def schema(self) -> type:
+        """The dataclass of its keys."""
+        return _named(self.keys)
+
+
+def _named(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"prunevit.experiments.{module}"), name)
 
 
 # Beside its line, a verb has configs/<verb>.yaml.
 VERBS = {
-    "evaluate": Verb(
-        "accuracy, logit deviation and speed", EvaluateConfig, "prunevit.experiments.evaluation:run"
-    ),
+    "evaluate": Verb("accuracy, logit deviation and speed", "config:EvaluateConfig", "evaluation:run"),
     "bench": Verb(
-        "speed on a GPU beside the strongest rivals", BenchConfig, "prunevit.experiments.benchmark:run"
+        "speed on a GPU beside the strongest rivals", "benchmark.config:BenchConfig", "benchmark.run:run"
     ),
-    "policies": Verb("list the pruning policies", PoliciesConfig, "prunevit.experiments.policy_table:run"),
+    "policies": Verb("list the pruning policies", "config:PoliciesConfig", "policy_table:run"),
 }
 
 
@@ -66,8 +70,7 @@ def dispatch(words: list[str]) -> int:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     config = compose(name, verb.schema, arguments)
-    module, function = verb.entry.split(":")
-    getattr(importlib.import_module(module), function)(config)
+    _named(verb.entry)(config)
     return 0
 
 

@@ -44,7 +44,7 @@ class LongTile(NamedTuple):
 
 Tile = ShortTile | LongTile
 
-# (longest image, tile), found on sm_90 by experiments/tune_attention.py for a head size of at most 64.
+# (longest image, tile), found on sm_90 by experiments/benchmark/tune_attention.py for a head size of at most 64.
 _SHORT = (
     (16, ShortTile(16, (16,), 1)),
     (32, ShortTile(32, (32,), 2)),

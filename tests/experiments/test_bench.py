@@ -9,14 +9,16 @@ import pytest
 import torch
 from tests_support import randomise
 
-from prunevit.experiments import benchmark, model_suite, stage_suite
-from prunevit.experiments.attention_rivals import Inputs, Shape, padded_sdpa
-from prunevit.experiments.attention_suite import check, lengths
+from prunevit.experiments.benchmark import model_suite, stage_suite
+from prunevit.experiments.benchmark import run as benchmark
+from prunevit.experiments.benchmark.attention_rivals import Inputs, Shape, padded_sdpa
+from prunevit.experiments.benchmark.attention_suite import check, lengths
+from prunevit.experiments.benchmark.config import BenchConfig
+from prunevit.experiments.benchmark.contestants import Check, check_batches, contestants, static_twin
+from prunevit.experiments.benchmark.measurements import WRONG
+from prunevit.experiments.benchmark.model_rows import MUST_REACH, Case, cases, pruning
 from prunevit.experiments.cli import main
-from prunevit.experiments.config import BenchConfig, InputError
-from prunevit.experiments.contestants import Check, check_batches, contestants, static_twin
-from prunevit.experiments.measurements import WRONG
-from prunevit.experiments.model_rows import MUST_REACH, Case, cases, pruning
+from prunevit.experiments.config import InputError
 from prunevit.experiments.policy_spec import build_policy
 from prunevit.policies import NoPruning
 from prunevit.vit import prune

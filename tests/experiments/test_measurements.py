@@ -4,9 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from prunevit.experiments.bench_plots import draw
-from prunevit.experiments.bench_summary import figure_table, summary, target_table
-from prunevit.experiments.measurements import WRONG, Measurement, Measurements, break_even, compare, within
+from prunevit.experiments.benchmark.measurements import (
+    WRONG,
+    Measurement,
+    Measurements,
+    break_even,
+    compare,
+    within,
+)
+from prunevit.experiments.benchmark.plots import draw
+from prunevit.experiments.benchmark.summary import figure_table, summary, target_table
 from prunevit.experiments.timing import Spread
 
 MS = "ms a batch"

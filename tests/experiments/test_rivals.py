@@ -6,8 +6,8 @@ from tests_support import small_vit
 from torch import Tensor
 
 from prunevit import KeepMask, PruningPolicy, RaggedTokens, prune, top_k
-from prunevit.experiments.drawn import Drawn
-from prunevit.experiments.rivals import DenseGather, FreePruning, Padded, cuts_of
+from prunevit.experiments.benchmark.drawn import Drawn
+from prunevit.experiments.benchmark.rivals import DenseGather, FreePruning, Padded, cuts_of
 from prunevit.policies import EViT, ThresholdL2, TopK, TopP
 from prunevit.tokens import AttentionState
 

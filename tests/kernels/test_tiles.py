@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunevit.experiments.tune_attention import candidates, pieces_of
+from prunevit.experiments.benchmark.tune_attention import candidates, pieces_of
 from prunevit.kernels.tiles import LongTile, ShortTile, choose_tile, dense_is_faster
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -1,6 +1,6 @@
 """Times the tiles that the attention kernels could take, and prints those to put into `kernels/tiles.py`.
 
-    python -m prunevit.experiments.tune_attention --lengths 48 64 128 197 577 --images 1 64 256
+    python -m prunevit.experiments.benchmark.tune_attention --lengths 48 64 128 197 577 --images 1 64 256
 
 needs a CUDA device. A tile is ranked by the geometric mean, over the batch sizes, of its time against the best
 one; a time is the median of replays of a CUDA graph of 20 calls on synthetic images of equal length. All tiles are

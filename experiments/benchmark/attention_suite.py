@@ -9,9 +9,17 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
-from prunevit.experiments.attention_rivals import Attention, Inputs, Shape, available, packed_rows
-from prunevit.experiments.config import BenchConfig, first_line
-from prunevit.experiments.measurements import WRONG, Measurement, Measurements, Target, compare, within
+from prunevit.experiments.benchmark.attention_rivals import Attention, Inputs, Shape, available, packed_rows
+from prunevit.experiments.benchmark.config import BenchConfig
+from prunevit.experiments.benchmark.measurements import (
+    WRONG,
+    Measurement,
+    Measurements,
+    Target,
+    compare,
+    within,
+)
+from prunevit.experiments.config import first_line
 from prunevit.experiments.timing import Call, Spread, captured, interleaved, launch_times
 from prunevit.kernels.reference import reference_attention
 

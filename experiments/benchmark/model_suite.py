@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from prunevit.accelerate import Accelerated, accelerate
-from prunevit.experiments.attention_suite import DTYPES
-from prunevit.experiments.config import BenchConfig, DataConfig, first_line
-from prunevit.experiments.contestants import CHECKED, Check, check_batches, contestants
+from prunevit.experiments.benchmark.attention_suite import DTYPES
+from prunevit.experiments.benchmark.config import BenchConfig
+from prunevit.experiments.benchmark.contestants import CHECKED, Check, check_batches, contestants
+from prunevit.experiments.benchmark.measurements import Measurement, Measurements, Target, compare
+from prunevit.experiments.benchmark.model_rows import Case, cases
+from prunevit.experiments.config import DataConfig, first_line
 from prunevit.experiments.data import load_data
-from prunevit.experiments.measurements import Measurement, Measurements, Target, compare
-from prunevit.experiments.model_rows import Case, cases
 from prunevit.experiments.sample_model import load_sample_model
 from prunevit.experiments.timing import Spread, interleaved, peak_mb
 

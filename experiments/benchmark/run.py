@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from prunevit.experiments import attention_suite, model_suite, stage_suite
-from prunevit.experiments.bench_plots import draw
-from prunevit.experiments.bench_summary import summary
-from prunevit.experiments.config import BenchConfig, InputError
-from prunevit.experiments.measurements import Measurement, Measurements, Target, break_even
-from prunevit.experiments.model_rows import cases
+from prunevit.experiments.benchmark import attention_suite, model_suite, stage_suite
+from prunevit.experiments.benchmark.config import BenchConfig
+from prunevit.experiments.benchmark.measurements import Measurement, Measurements, Target, break_even
+from prunevit.experiments.benchmark.model_rows import cases
+from prunevit.experiments.benchmark.plots import draw
+from prunevit.experiments.benchmark.summary import summary
+from prunevit.experiments.config import InputError
 from prunevit.experiments.report import choose_output_dir, environment, finite
 
 RESULTS = "results.jsonl"

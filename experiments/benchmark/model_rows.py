@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from prunevit.experiments.benchmark.config import BenchConfig
 from prunevit.experiments.compose import group_names, nearest, read_yaml
-from prunevit.experiments.config import BenchConfig, InputError
+from prunevit.experiments.config import InputError
 from prunevit.experiments.policy_spec import build_policy
 
 Spec = dict[str, Any]
@@ -146,7 +147,7 @@ def pruning(name: str, ratio: float) -> Spec:
         InputError: If the policy has no knob that is a share.
     """
     if name == "drawn":
-        return {"name": "prunevit.experiments.drawn:Drawn", "keep_rate": 1 - ratio}
+        return {"name": "prunevit.experiments.benchmark.drawn:Drawn", "keep_rate": 1 - ratio}
     spec = read_yaml(f"policy/{name}.yaml")
     if name == "threshold_l2":
         return {**spec, "rule": "share", "threshold": 1 - ratio}

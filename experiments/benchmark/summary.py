@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from prunevit.experiments.measurements import Measurement, Measurements, Target
+from prunevit.experiments.benchmark.measurements import Measurement, Measurements, Target
 
 MET = {True: "yes", False: "**no**", None: "-"}
 

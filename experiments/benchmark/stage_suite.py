@@ -15,12 +15,12 @@ from torch import Tensor
 
 from prunevit import RaggedViT, prune
 from prunevit.block import attend, feed_forward
-from prunevit.experiments.attention_suite import DTYPES
-from prunevit.experiments.config import BenchConfig
-from prunevit.experiments.contestants import CHECKED, Check, check_batches, walk_of
-from prunevit.experiments.measurements import Measurement, Measurements, Target, within
-from prunevit.experiments.model_rows import Case, Spec, pruning, sizes
-from prunevit.experiments.model_suite import build, photos
+from prunevit.experiments.benchmark.attention_suite import DTYPES
+from prunevit.experiments.benchmark.config import BenchConfig
+from prunevit.experiments.benchmark.contestants import CHECKED, Check, check_batches, walk_of
+from prunevit.experiments.benchmark.measurements import Measurement, Measurements, Target, within
+from prunevit.experiments.benchmark.model_rows import Case, Spec, pruning, sizes
+from prunevit.experiments.benchmark.model_suite import build, photos
 from prunevit.experiments.timing import Call, captured, interleaved
 from prunevit.packing import pack
 from prunevit.policies import NoPruning

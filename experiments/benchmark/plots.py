@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from prunevit.experiments.measurements import Measurement, Measurements
+from prunevit.experiments.benchmark.measurements import Measurement, Measurements
 
 
 def draw(figures: Measurements, folder: Path) -> list[Path]:

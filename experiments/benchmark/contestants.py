@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from prunevit import RaggedViT, Trace, prune
-from prunevit.experiments.measurements import WRONG
-from prunevit.experiments.model_rows import Case, Spec
+from prunevit.experiments.benchmark.measurements import WRONG
+from prunevit.experiments.benchmark.model_rows import Case, Spec
+from prunevit.experiments.benchmark.rivals import DenseGather, FreePruning, Padded, cuts_of
 from prunevit.experiments.policy_spec import build_policy
-from prunevit.experiments.rivals import DenseGather, FreePruning, Padded, cuts_of
 from prunevit.policies import NoPruning, ThresholdL2, TopK, replay
 from prunevit.policy import PruningPolicy
 

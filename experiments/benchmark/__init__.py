@@ -1,0 +1,1 @@
+"""The benchmark, `prunevit bench`: speed on a GPU beside the strongest rivals."""
