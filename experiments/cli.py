@@ -1,12 +1,20 @@
 """The command line: `prunevit VERB key=value ...`.
 
-Exit codes: 0 done; 2 wrong input, with a line for each problem on stderr; 130 interrupted.
-What takes its time to import is imported once an interruption is heard.
+Exit codes: 0 done; 1 a check failed; 2 wrong input, with a line for each problem on stderr; 130 interrupted; 143
+terminated. What takes its time to import is imported once an interruption is heard.
 """
 
-import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from prunevit.experiments.ranks import is_first_process
+
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,11 +27,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    with _terminations() as terminated:
+        try:
+            return _run(words)
+        except KeyboardInterrupt as stop:
+            # Every process of a distributed run hears of it; one of them says so.
+            if is_first_process():
+                how = "terminated" if terminated else "interrupted"
+                left = stop.args[0] if stop.args else "nothing was written"
+                print(f"prunevit: {how}, {left}", file=sys.stderr)
+            return TERMINATED if terminated else INTERRUPTED
+
+
+@contextmanager
+def _terminations() -> Iterator[list[int]]:
+    """Let SIGTERM end the work as Ctrl-C does; gives a list that is not empty once it has."""
+    heard: list[int] = []
+
+    def end(number: int, frame: object) -> NoReturn:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield heard
+        return
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        return _run(words)
-    except KeyboardInterrupt:
-        print("prunevit: interrupted, nothing was written", file=sys.stderr)
-        return 130
+        yield heard
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(words: list[str]) -> int:
@@ -34,7 +66,7 @@ def _run(words: list[str]) -> int:
         return dispatch(words)
     except InputError as error:
         # Every process of a distributed run meets the same problem; one of them says so.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_process():
             for problem in error.problems:
                 print(f"prunevit: {' '.join(problem.split())}", file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@ All problems are gathered and raised together.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
@@ -25,7 +25,7 @@ CONFIGS = files("prunevit.configs")
 Tree = dict[str, Any]
 
 
-def compose(verb: str, schema: type, arguments: list[str]) -> Any:
+def compose(verb: str, schema: type[VerbConfig], arguments: list[str]) -> Any:
     """Make the configuration of one run.
 
     Args:
@@ -45,13 +45,27 @@ def compose(verb: str, schema: type, arguments: list[str]) -> Any:
     overrides = _parse(arguments, problems)
     user_file = overrides.pop("config", None)
     chosen = {name: value for name, value in overrides.items() if name in GROUPS}
-    for layer in (read_yaml(f"{verb}.yaml"), _read_user_file(user_file, problems), chosen):
-        _merge_layer(tree, layer, known, problems)
+    user_layer = _read_user_file(user_file, problems)
+    said = _said_by_weights(overrides.get("weights", user_layer.get("weights")), known, problems)
+    shipped = read_yaml(f"{verb}.yaml")
+    recipe = _recipe((shipped, user_layer, chosen), problems) if "recipe" in known else {}
+    try:
+        beneath = schema.beneath(overrides)
+    except InputError as error:
+        problems += error.problems
+        beneath = {}
+    for layer in (shipped, recipe, said, beneath, user_layer, chosen):
+        # Naming again what the weights file names keeps its settings.
+        news = {key: value for key, value in layer.items() if value != said.get(key, {}).get("name", "")}
+        if "recipe" in known and isinstance(news.get("recipe"), str):
+            del news["recipe"]  # it stands for the layer above
+        _merge_layer(tree, news, known, problems)
     unknown = {line.partition(":")[0] for line in problems}
     for name in overrides:
         # Keys of a group that does not exist mean nothing.
         if name not in chosen and name.partition(".")[0] not in unknown:
             _set(tree, name, overrides[name], problems)
+    problems += _cost_problems(tree, overrides, known)
     return _finish(tree, schema, problems)
 
 
@@ -83,7 +97,9 @@ def nearest(name: str, names: list[str]) -> str:
     ]
     if close:
         return f"the nearest is {close[0]}"
-    return "known: " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    return (
+        f"known: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}" if names else "there are none"
+    )
 
 
 def _parse(arguments: list[str], problems: list[str]) -> Tree:
@@ -97,7 +113,10 @@ def _parse(arguments: list[str], problems: list[str]) -> Tree:
             problems.append(f"{argument}: an argument must be key=value")
             continue
         if not value.strip():
-            problems.append(f"{name}: must have a value, got none; write {name}=null for none")
+            known = (
+                f"known: {', '.join(group_names(name))}" if name in GROUPS else f"write {name}=null for none"
+            )
+            problems.append(f"{name}: must have a value, got none; {known}")
             continue
         if name in overrides:
             problems.append(f"{name}: must be given once, got {argument} again")
@@ -122,6 +141,49 @@ def _read_user_file(path: object, problems: list[str]) -> Tree:
         return {}
 
 
+def _said_by_weights(path: object, known: set[str], problems: list[str]) -> Tree:
+    """The model and the policy that a weights file was made with, as far as it says so."""
+    if path in (None, "") or "weights" not in known:
+        return {}
+    from prunevit.experiments.weights import settings
+
+    try:
+        said = settings(str(path))
+    except InputError as error:
+        problems += error.problems
+        return {}
+    return {name: _whole(name, group) for name, group in said.items() if name in known}
+
+
+def _recipe(layers: Sequence[Tree], problems: list[str]) -> Tree:
+    """The recipe that the last of the layers names: unlike other groups it sets keys of the whole run."""
+    names = [layer["recipe"] for layer in layers if isinstance(layer.get("recipe"), str)]
+    known = group_names("recipe")
+    if names and names[-1] not in known:
+        problems.append(f"recipe: unknown name, got {names[-1]}; {nearest(names[-1], known)}")
+    return read_yaml(f"recipe/{names[-1]}.yaml") if names and names[-1] in known else {}
+
+
+def _whole(group: str, settings: Tree) -> Tree:
+    """Settings with the shipped ones of that name beneath them."""
+    name = settings.get("name")
+    shipped = read_yaml(f"{group}/{name}.yaml") if name in group_names(group) else {}
+    return {**shipped, **settings}
+
+
+def _cost_problems(tree: Tree, overrides: Tree, known: set[str]) -> list[str]:
+    """`policy.gmacs` is for verbs that solve for the knob, and a user leaves the knob to it."""
+    policy = tree.get("policy")
+    if not isinstance(policy, dict) or policy.get("gmacs") is None:
+        return []
+    if "calibration_images" not in known:
+        return ["policy.gmacs: this verb does not solve for it; prunevit plan says which knob it is"]
+    from prunevit.experiments.policy_spec import knob_of
+
+    knob = f"policy.{knob_of(policy.get('name'))}"
+    return [f"{knob}: is solved for by policy.gmacs; give one of the two"] if knob in overrides else []
+
+
 def _merge_layer(tree: Tree, layer: Tree, known: set[str], problems: list[str]) -> None:
     """Lay one file, or the groups chosen on the command line, over the tree."""
     for name, value in layer.items():
@@ -137,7 +199,7 @@ def _merge_group(tree: Tree, group: str, value: Any, problems: list[str]) -> Non
         tree[group] = value if "name" in value else {**tree.get(group, {}), **value}
     elif value in group_names(group):
         tree[group] = read_yaml(f"{group}/{value}.yaml")
-    elif group == "policy" and ":" in str(value):
+    elif group == "policy" and (":" in str(value) or str(value).endswith(".py")):
         tree[group] = {"name": value}
     elif group == "model" and _is_timm_name(str(value)):
         tree[group] = {**read_yaml("model/timm.yaml"), "name": value}
@@ -147,7 +209,8 @@ def _merge_group(tree: Tree, group: str, value: Any, problems: list[str]) -> Non
             import timm
 
             names = names + timm.list_models()
-        problems.append(f"{group}: unknown name, got {value}; {nearest(str(value), names)}")
+        given = "null" if value is None else value
+        problems.append(f"{group}: unknown name, got {given}; {nearest(str(given), names)}")
 
 
 def _is_timm_name(name: str) -> bool:
@@ -158,13 +221,15 @@ def _is_timm_name(name: str) -> bool:
 
 def _set(tree: Tree, name: str, value: Any, problems: list[str]) -> None:
     *path, last = name.split(".")
+    if not last:
+        problems.append(f"{name}: unknown key; a name must follow the dot")
+        return
     for part in path:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
             problems.append(f"{name}: unknown key; {part} is a value, not a group")
             return
-    if last:
-        tree[last] = value
+    tree[last] = value
 
 
 def _flat(tree: Tree, schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -182,7 +247,7 @@ def _finish(tree: Tree, schema: type, problems: list[str]) -> Any:
     """Check everything that can be checked before a model is built, and raise all problems at once."""
     config = _typed(tree, schema, problems)
     problems += [line for name, each in leaves(schema).items() for line in _out_of_bounds(config, name, each)]
-    if "policy" in tree:
+    if "policy" in tree and "policy" in leaves(schema):
         problems += _policy_problems(config)
     if problems:
         raise InputError(*problems)
@@ -210,7 +275,8 @@ def _typed(tree: Tree, schema: type, problems: list[str]) -> DictConfig:
         except OmegaConfBaseException as error:
             problems.append(f"{name}: {first_line(error)}")
     with suppress(OmegaConfBaseException):  # an interpolation of nothing: the check of the bounds names it
-        problems += [f"{name}: must be set" for name in sorted(OmegaConf.missing_keys(config))]
+        missing = sorted(OmegaConf.missing_keys(config))
+        problems += [f"{name}: must be set" for name in missing if not name.startswith("policy.")]
     return config
 
 
@@ -218,7 +284,8 @@ def _policy_problems(config: DictConfig) -> list[str]:
     from prunevit.experiments.policy_spec import policy_problems
 
     try:
-        return policy_problems(plain(OmegaConf.to_yaml(config.policy, resolve=True)))
+        spec = plain(OmegaConf.to_yaml(config.policy, resolve=True))
+        return policy_problems({name: value for name, value in spec.items() if value != "???"})
     except OmegaConfBaseException as error:
         return [f"{error.full_key}: {first_line(error)}"]
 

@@ -6,12 +6,13 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import MISSING
 
-GROUPS = ("model", "policy", "data", "logger")
+GROUPS = ("model", "policy", "data", "logger", "recipe")
 MODES = ("eager", "compile", "graph", "compile+graph", "best")
 PRECISIONS = ("32-true", "16-true", "bf16-true", "64-true", "16-mixed", "bf16-mixed")
 
@@ -99,8 +100,8 @@ class DataConfig:
 class LoggerConfig:
     """What `configs/logger/*.yaml` may say. null: wandb and its environment decide."""
 
-    name: str = key("none", "none or wandb", choices=("none", "wandb"))
-    mode: str | None = key(None, "online, offline or disabled", choices=("online", "offline", "disabled"))
+    name: str = key("none", "where the row is logged", choices=("none", "wandb"))
+    mode: str | None = key(None, "what wandb does with it", choices=("online", "offline", "disabled"))
     project: str | None = key(None, "wandb project")
     entity: str | None = key(None, "wandb account or team")
     group: str | None = key(None, "wandb group")
@@ -110,6 +111,18 @@ class LoggerConfig:
 @dataclass
 class VerbConfig:
     """What the configurations of all verbs have in common."""
+
+    @classmethod
+    def beneath(cls, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Groups that other keys of the command line stand for; laid over the verb's file, beneath the user's words.
+
+        Args:
+            words: Keys and values of the command line.
+
+        Raises:
+            InputError: If such a key is wrong.
+        """
+        return {}
 
     def problems(self) -> list[str]:
         """Say what this machine cannot do or what contradicts itself, a line each."""
@@ -125,11 +138,10 @@ class OutputConfig(VerbConfig):
 
 
 @dataclass
-class RunConfig(OutputConfig):
-    """The keys of every verb that runs a model on images."""
+class ImagesConfig(OutputConfig):
+    """The keys of every verb that runs models on images."""
 
     model: ModelConfig = group(ModelConfig, "a file of configs/model, or a timm architecture")
-    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
     data: DataConfig = group(DataConfig, "a file of configs/data")
     logger: LoggerConfig = group(LoggerConfig, "a file of configs/logger")
     weights: str | None = key(
@@ -148,6 +160,9 @@ class RunConfig(OutputConfig):
         "seed of all draws; a policy that draws gets it unless policy.seed is set",
         low=0,
         high=2**32 - 1,
+    )
+    calibration_images: int = key(
+        512, "training photos on which policy.gmacs=... sets a knob whose cost depends on the data", low=1
     )
     progress: bool = key(True, "show a progress bar")
 
@@ -189,13 +204,25 @@ class RunConfig(OutputConfig):
 
 
 @dataclass
-class EvaluateConfig(RunConfig):
-    """The keys of `prunevit evaluate`."""
+class RunConfig(ImagesConfig):
+    """The keys of every verb that runs one policy on images."""
+
+    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
+
+
+@dataclass
+class MeasureConfig(ImagesConfig):
+    """The keys of every verb that measures pruned models beside unpruned ones."""
 
     numeric_images: int = key(
         64, "photos on which the backend is compared with the reference; 0: none", low=0
     )
     timing_s: float = key(6.0, "seconds for each of throughput and latency; 0: not measured", low=0)
+
+
+@dataclass
+class EvaluateConfig(RunConfig, MeasureConfig):
+    """The keys of `prunevit evaluate`."""
 
 
 @dataclass

@@ -4,10 +4,13 @@
 next image in the place of a broken one. The transforms are those of the model's own timm configuration.
 """
 
+import io
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,29 +21,40 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from prunevit.experiments.config import DataConfig, InputError, first_line
-from prunevit.experiments.folders import VALIDATION, check_depth, passed_over, split_folder
+from prunevit.experiments.folders import VALIDATION, check_depth, every_image, passed_over, split_folder
 from prunevit.experiments.images import UNREADABLE, ImageError, read_image, to_rgb, upright
 from prunevit.experiments.labels import class_names, ground_truth, head_indices, real_labels
 from prunevit.experiments.sample_model import PHOTOS
 
+HUB_PACKAGES = {"hfds/": "datasets", "wds/": "webdataset"}
+"""What timm reads a data set of each kind with."""
+
 
 @dataclass(frozen=True)
 class Photo:
-    """One image: `image [3, H, W]`, class index, position in the data set; or why it could not be read."""
+    """One image: `image [3, H, W]`, class index, position in the data set; or why it could not be read.
+
+    `views` holds the same photo as other models want it.
+    """
 
     image: Tensor | None
     target: int
     index: int
     failure: str = ""
+    views: tuple[Tensor, ...] = ()
 
 
 class Batch(NamedTuple):
-    """`images [B, 3, H, W]`, `targets [B]`, `positions [B]` (int64), and a line for each unreadable image."""
+    """`images [B, 3, H, W]`, `targets [B]`, `positions [B]` (int64), and a line for each unreadable image.
+
+    `views` holds the same photos as other models want them.
+    """
 
     images: Tensor
     targets: Tensor
     positions: Tensor
     failures: tuple[str, ...]
+    views: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,12 @@ class Photos(Dataset[Photo]):
     """A timm `ImageDataset` by position."""
 
     def __init__(
-        self, source: Any, transform: Any, targets: Sequence[int] | None, heads: Sequence[int]
+        self,
+        source: Any,
+        transform: Any,
+        targets: Sequence[int] | None,
+        heads: Sequence[int],
+        views: Sequence[Any] = (),
     ) -> None:
         """Wrap a data set.
 
@@ -118,8 +137,10 @@ class Photos(Dataset[Photo]):
             transform: From a PIL image to a tensor.
             targets: Class index of each image, or None: the reader's label, translated by `heads`.
             heads: Class index of each of the reader's labels.
+            views: Transforms of further models: the image is decoded once for all.
         """
         self.source, self.transform, self.targets, self.heads = source, transform, targets, heads
+        self.views = views
 
     def __len__(self) -> int:
         """Count the images."""
@@ -136,7 +157,8 @@ class Photos(Dataset[Photo]):
         except (*UNREADABLE, tarfile.TarError, KeyError) as error:
             return Photo(None, -1, index, f"{self.name(index)}: cannot be opened ({_reason(error)})")
         target = self.heads[label] if self.targets is None else self.targets[index]
-        return Photo(self.transform(image), target, index)
+        views = tuple(transform(image) for transform in self.views)
+        return Photo(self.transform(image), target, index, views=views)
 
     def name(self, index: int) -> str:
         """Say which file an image comes from."""
@@ -146,7 +168,9 @@ class Photos(Dataset[Photo]):
 class PhotoStream(IterableDataset[Photo]):
     """A timm `IterableImageDataset` (webdataset shards), read by one process in the order of the shards."""
 
-    def __init__(self, source: Any, transform: Any, num_classes: int, limit: int | None) -> None:
+    def __init__(
+        self, source: Any, transform: Any, num_classes: int, limit: int | None, views: Sequence[Any] = ()
+    ) -> None:
         """Wrap a stream.
 
         Args:
@@ -154,8 +178,10 @@ class PhotoStream(IterableDataset[Photo]):
             transform: From a PIL image to a tensor.
             num_classes: Classes of the head, which bound the indices.
             limit: Stop after so many images.
+            views: Transforms of further models: the image is decoded once for all.
         """
         self.source, self.transform, self.num_classes, self.limit = source, transform, num_classes, limit
+        self.views = views
 
     def __iter__(self) -> Iterator[Photo]:
         """Yield the images, and at the end a failure for each one that was broken: timm drops those."""
@@ -173,7 +199,9 @@ class PhotoStream(IterableDataset[Photo]):
         if not 0 <= target < self.num_classes:
             return Photo(None, -1, index, f"image {index}: label {target} is not a class of the model")
         try:
-            return Photo(self.transform(to_rgb(upright(image))), target, index)
+            image = to_rgb(upright(image))
+            views = tuple(transform(image) for transform in self.views)
+            return Photo(self.transform(image), target, index, views=views)
         except UNREADABLE as error:
             return Photo(None, -1, index, f"image {index}: not a readable image ({error})")
 
@@ -191,24 +219,27 @@ def collate(photos: Sequence[Photo]) -> Batch:
         torch.tensor([photo.target for photo in good], dtype=torch.int64),
         torch.tensor([photo.index for photo in good], dtype=torch.int64),
         tuple(photo.failure for photo in photos if photo.image is None),
+        tuple(torch.stack(view) for view in zip(*(photo.views for photo in good))),
     )
 
 
-def load_data(config: DataConfig, model: Any) -> EvaluationData:
+def load_data(config: DataConfig, model: Any, others: Sequence[Any] = ()) -> EvaluationData:
     """Find the images and labels that a configuration names.
 
     Args:
         config: The data group.
         model: The timm model, for its transforms and its classes.
+        others: Further models, each of which gets the photos in a view of its own.
 
     Raises:
         InputError: If they cannot be found or do not fit the model.
     """
     source, transform = _open(config), evaluation_transform(model)
+    views = [*map(evaluation_transform, others)]
     names = class_names(model, config.class_map)
     if config.dataset.startswith("wds/"):
         size = min(len(source), config.num_images or len(source))
-        stream = PhotoStream(source, transform, model.num_classes, config.num_images)
+        stream = PhotoStream(source, transform, model.num_classes, config.num_images, views)
         return EvaluationData(stream, (), None, size)
     labels = _label_names(source.reader)
     root = None if config.dataset else Path(source.reader.root)
@@ -228,7 +259,8 @@ def load_data(config: DataConfig, model: Any) -> EvaluationData:
     chosen = evenly_spaced(len(source), config.num_images)
     real = real_labels(config.real_labels, source.filenames()) if config.real_labels else None
     over = passed_over(root) if root is not None and root.is_dir() else (0, 0)
-    return EvaluationData(Photos(source, transform, targets, heads), chosen, real, len(chosen), *over)
+    photos = Photos(source, transform, targets, heads, views)
+    return EvaluationData(photos, chosen, real, len(chosen), *over)
 
 
 def evenly_spaced(size: int, count: int | None) -> Sequence[int]:
@@ -256,7 +288,7 @@ def evaluation_transform(model: Any) -> Any:
 def _open(config: DataConfig) -> Any:
     root = str(PHOTOS) if config.name == "sample" and config.root is None else config.root
     folder = not config.dataset
-    if not folder and not config.dataset.startswith(("hfds/", "wds/")):
+    if not folder and not config.dataset.startswith(tuple(HUB_PACKAGES)):
         raise InputError(f"data.dataset: must be empty, hfds/NAME or wds/NAME, got {config.dataset}")
     if folder and root is None:
         raise InputError("data.root: must be set to a folder or a .tar file")
@@ -267,10 +299,26 @@ def _open(config: DataConfig) -> Any:
             root = str(split_folder(Path(str(root)), config.split))
         # An empty mode keeps timm from converting: 16-bit and EXIF need the image as it was stored.
         split = config.split or VALIDATION[0]
-        return create_dataset(config.dataset, root=root, split=split, input_img_mode="", search_split=False)
+        with every_image(), redirect_stdout(io.StringIO()):  # timm prints what a missing package is called
+            return create_dataset(
+                config.dataset, root=root, split=split, input_img_mode="", search_split=False
+            )
     except InputError:
         raise
-    except (RuntimeError, ValueError, OSError, ImportError, AssertionError, tarfile.TarError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        OSError,
+        ImportError,
+        AttributeError,
+        AssertionError,
+        tarfile.TarError,
+    ) as error:
+        for kind, package in HUB_PACKAGES.items():
+            if config.dataset.startswith(kind) and find_spec(package) is None:
+                raise InputError(
+                    f"data.dataset: {kind}NAME needs the package {package}, found none; pip install {package}"
+                ) from error
         raise InputError(
             f"data: no images found in {config.dataset or root} ({first_line(error)})"
         ) from error

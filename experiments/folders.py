@@ -1,16 +1,29 @@
 """Where the images of a folder stand: the folder of the split, class folders one level deep, what is passed over."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 
-from timm.data.readers.img_extensions import get_img_extensions
+from timm.data import get_img_extensions, set_img_extensions
 
 from prunevit.experiments.config import InputError
+from prunevit.experiments.images import readable_endings
 
 VALIDATION = ("validation", "val", "valid", "eval", "evaluation")
 TRAINING = ("train", "training")
 SPLITS = (*VALIDATION, *TRAINING, "test", "testing")
+
+
+@contextmanager
+def every_image() -> Iterator[None]:
+    """Let timm take for an image what Pillow opens, while a data set is made; by itself it takes .png and .jpg."""
+    before = get_img_extensions()
+    set_img_extensions(readable_endings())
+    try:
+        yield
+    finally:
+        set_img_extensions(before)
 
 
 def split_folder(root: Path, split: str | None) -> Path:
@@ -75,7 +88,7 @@ def passed_over(root: Path) -> tuple[int, int]:
     def refuse(error: OSError) -> None:
         raise InputError(f"data.root: {error.filename} must be readable ({error.strerror})") from error
 
-    endings, others, empty = get_img_extensions(as_set=True), 0, 0
+    endings, others, empty = readable_endings(), 0, 0
     for folder, inside, files in os.walk(root, followlinks=True, onerror=refuse):
         known = [os.path.splitext(file)[1].lower() in endings for file in files if not file.startswith(".")]
         others += known.count(False)

@@ -12,12 +12,38 @@ from typing import IO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+# Endings of photos, drawings and scans; which of them Pillow opens depends on how it was built.
+ENDINGS = (
+    *(
+        ".apng",
+        ".avif",
+        ".bmp",
+        ".dib",
+        ".gif",
+        ".j2k",
+        ".jfif",
+        ".jp2",
+        ".jpe",
+        ".jpeg",
+        ".jpf",
+        ".jpg",
+        ".jpx",
+    ),
+    *(".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"),
+)
+
 # What Pillow raises on files that are broken, cut off, or of a size that no photo has.
 UNREADABLE = (OSError, SyntaxError, ValueError, TypeError, struct.error, Image.DecompressionBombError)
 
 
 class ImageError(Exception):
     """An image file that cannot be read."""
+
+
+def readable_endings() -> tuple[str, ...]:
+    """Those of `ENDINGS` that this Pillow opens."""
+    formats = Image.registered_extensions()  # loads all of Pillow's readers
+    return tuple(ending for ending in ENDINGS if formats.get(ending) in Image.OPEN)
 
 
 def read_image(file: str | IO[bytes], name: str) -> Image.Image:

@@ -1,15 +1,13 @@
 """All that is measured for one row: a pruned model beside the unpruned one."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prunevit import RaggedViT, Trace
-from prunevit.experiments.config import RunConfig
+from prunevit.experiments.config import ImagesConfig
 from prunevit.experiments.metrics import Accuracy, Average, Count, LogitDeviation, RealAccuracy, RowCounts
-from prunevit.experiments.models import weights_name
 from prunevit.experiments.report import Row
 from prunevit.kernels.backends import choose_backend
 
@@ -84,16 +82,7 @@ class Measures(nn.Module):
         }
 
 
-def untrained(pruned: RaggedViT) -> bool:
-    """Whether a policy has parameters to learn; this program has no weights for those.
-
-    Args:
-        pruned: The pruned model.
-    """
-    return any(each.numel() for policy in pruned.policies for each in policy.parameters())
-
-
-def backend_of(pruned: RaggedViT, config: RunConfig, trace: Trace) -> str:
+def backend_of(pruned: RaggedViT, config: ImagesConfig, trace: Trace) -> str:
     """The attention backends that the blocks chose, joined by "+" where they differ.
 
     Args:
@@ -111,35 +100,5 @@ def backend_of(pruned: RaggedViT, config: RunConfig, trace: Trace) -> str:
         tokens = next(later, trace.tokens)
         plain = not needs and tokens.key_weight is None and tokens.soft is None
         dense_rows = tokens.max_seqlen if tokens.uniform and plain else None
-        chosen.append(choose_backend(config.backend, q, needs_grad=False, dense_rows=dense_rows))
+        chosen.append(choose_backend(config.backend, q, dense_rows))
     return "+".join(sorted(set(chosen)))
-
-
-def describe(config: RunConfig, pruned: RaggedViT) -> Row:
-    """The part of a row that is not measured.
-
-    Args:
-        config: The configuration of the run.
-        pruned: The pruned model.
-    """
-    policy: Any = pruned.policies[0]
-    value = list(policy.knob_value) if isinstance(policy.knob_value, tuple) else policy.knob_value
-    height, width = pruned.model.patch_embed.img_size
-    weights = weights_name(config.model, config.weights, pruned.model)
-    return {
-        "policy": config.policy["name"],
-        "keep_rate": value if policy.knob == "keep_rate" else None,
-        "knob": policy.knob or None,
-        "knob_value": value,
-        "layers": list(policy.layers),
-        "model": config.model.name,
-        "weights": weights,
-        "trained": None if weights == "random" or untrained(pruned) else "off-the-shelf",
-        "predictors": "random" if untrained(pruned) else None,
-        "seed": config.seed,
-        "img_size": height if height == width else [height, width],
-        "batch_size": config.batch_size,
-        "mode": config.execution,
-        "accelerator": "gpu" if config.on_gpu else "cpu",
-        "precision": config.precision,
-    }

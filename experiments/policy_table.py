@@ -11,6 +11,10 @@ from timm.models import VisionTransformer
 from prunevit import PruningPolicy, Trace, prune
 from prunevit.experiments.config import PoliciesConfig
 from prunevit.policies import POLICIES, TopK
+from prunevit.policy import NEEDS
+from prunevit.settings import settings_of
+
+LONGEST_NEED = max(map(len, NEEDS))  # characters that the last column gives to one line
 
 
 def run(config: PoliciesConfig) -> None:
@@ -19,10 +23,15 @@ def run(config: PoliciesConfig) -> None:
     Args:
         config: Without keys.
     """
-    table = Table("name", "what it does; paper", "knob", "count known to", "needs")
+    table = Table(show_lines=True)
+    table.add_column("name\nits knob", no_wrap=True)
+    table.add_column("what it does; paper", overflow="fold")
+    table.add_column("count\nknown to", no_wrap=True)
+    table.add_column("needs", width=LONGEST_NEED)
     for name, cls in POLICIES.items():
         count = "host" if host_knows_count(cls) else "device"
-        table.add_row(name, paper(cls), cls.knob or "-", count, needs(cls))
+        knob = f"\n{cls.knob}" if cls.knob else ""
+        table.add_row(f"{name}{knob}", paper(cls), count, needs(cls))
     Console().print(table)
 
 
@@ -80,7 +89,5 @@ def _tiny_trace(cls: type[PruningPolicy]) -> Trace:
 
 def _default(cls: type[PruningPolicy]) -> PruningPolicy:
     """A policy with its default arguments; one that repeats a trace gets one."""
-    given: dict[str, Any] = (
-        {"trace": _tiny_trace(TopK)} if "trace" in inspect.signature(cls).parameters else {}
-    )
+    given: dict[str, Any] = {"trace": _tiny_trace(TopK)} if "trace" in settings_of(cls) else {}
     return cls(**given)

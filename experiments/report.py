@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -22,11 +22,13 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from prunevit.experiments.config import InputError, OutputConfig, RunConfig
+from prunevit.experiments.config import ImagesConfig, InputError, OutputConfig
+from prunevit.experiments.output_dir import reserve
 
 SCHEMA = 1
 RESULTS = "results.json"  # written last: where it stands, the run is complete
 FILES = ("config.yaml", "results.csv", RESULTS)
+PACKAGES = ("torch", "triton", "timm", "lightning", "torchmetrics", "omegaconf", "wandb")
 LONGEST_NAME = 255  # bytes, of every file system in use
 SPEED_COLUMNS = (
     *(
@@ -69,6 +71,8 @@ Row = dict[str, Any]
 def choose_output_dir(config: OutputConfig, files: Sequence[str] = FILES) -> Path:
     """Settle where the results go, and make sure that they can go there, before anything expensive runs.
 
+    Only the folder of a run that names none is made now, so that no other run takes it; see `reserve`.
+
     Args:
         config: `output_dir` and `overwrite`.
         files: What the run writes there.
@@ -79,13 +83,29 @@ def choose_output_dir(config: OutputConfig, files: Sequence[str] = FILES) -> Pat
     path = Path(config.output_dir or Path("outputs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     try:
         obstacle = _obstacle(path, files)
+        if not obstacle and config.output_dir is None:
+            return reserve(path)
     except (OSError, ValueError) as error:  # ValueError: a null byte
         obstacle = error.strerror if isinstance(error, OSError) else str(error)
     if obstacle:
         raise InputError(f"output_dir: must be a folder that can be written, got {path} ({obstacle})")
-    if any((path / name).exists() for name in files if name != "config.yaml") and not config.overwrite:
-        raise InputError(f"output_dir: {path} already holds results; choose another or set overwrite=true")
+    refuse_results(path, config, files)
     return path
+
+
+def refuse_results(path: Path, config: OutputConfig, files: Sequence[str] = FILES) -> None:
+    """Refuse a folder that holds results, unless they may be replaced: ahead of the run, and again ahead of writing.
+
+    Args:
+        path: The output folder.
+        config: `overwrite`.
+        files: What the run writes there; a configuration alone is no result.
+
+    Raises:
+        InputError: If it does.
+    """
+    if not config.overwrite and any((path / name).exists() for name in files if name != "config.yaml"):
+        raise InputError(f"output_dir: {path} already holds results; choose another or set overwrite=true")
 
 
 def _obstacle(path: Path, files: Sequence[str]) -> str | None:
@@ -105,7 +125,14 @@ def _obstacle(path: Path, files: Sequence[str]) -> str | None:
     return f"{taken[0]} there is a folder" if taken else None
 
 
-def write_results(path: Path, config: RunConfig, rows: Sequence[Row]) -> None:
+def write_results(
+    path: Path,
+    config: ImagesConfig,
+    rows: Sequence[Row],
+    columns: Sequence[str] = COLUMNS,
+    more: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
     """Write the three files: all of them or none, each whole, and results.json last.
 
     In config.yaml a number that is not finite stays what it was, so that the run can be repeated.
@@ -113,10 +140,13 @@ def write_results(path: Path, config: RunConfig, rows: Sequence[Row]) -> None:
     Args:
         path: The output folder.
         config: The configuration of the run.
-        rows: At least one row: `COLUMNS` and whatever detail was measured.
+        rows: At least one row: `columns` and whatever detail was measured.
+        columns: Of the table; what a row lacks is left empty.
+        more: What results.json says beside the rows.
+        files: Further files, by name.
 
     Raises:
-        InputError: If the disk does not take them.
+        InputError: If the disk does not take them, or another run has written there in the meantime.
     """
     settings = asdict(config)
     content = {
@@ -124,15 +154,18 @@ def write_results(path: Path, config: RunConfig, rows: Sequence[Row]) -> None:
         "environment": environment(),
         "config": finite(settings),
         "rows": [*map(finite, rows)],
+        **finite(dict(more or {})),
     }
     texts = (
         OmegaConf.to_yaml(OmegaConf.create(settings)),
-        _table(rows),
+        _table(rows, columns),
         json.dumps(content, indent=1, allow_nan=False) + "\n",
     )
+    refuse_results(path, config)  # another run may have been faster
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _replace({path / name: text for name, text in zip(FILES, texts)})
+        contents: dict[str, str | bytes] = {**(files or {}), **dict(zip(FILES, texts))}
+        replace_files({path / name: content for name, content in contents.items()})
     except OSError as error:
         raise InputError(
             f"output_dir: the results could not be written to {path} ({error.strerror})"
@@ -152,9 +185,14 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def origin() -> Row:
+    """Say what made a row: `commit` of the checkout, and `versions` of the packages."""
+    versions = {name: _version(name) for name in ("prunevit", *PACKAGES)}
+    return {"commit": _commit(), "versions": {"python": platform.python_version(), **versions}}
+
+
 def environment() -> Row:
     """Describe the machine and the versions that made the results."""
-    packages = ("torch", "triton", "timm", "lightning", "torchmetrics", "omegaconf", "wandb")
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {
         "prunevit": _version("prunevit"),
@@ -162,7 +200,7 @@ def environment() -> Row:
         "command": shlex.join(sys.argv),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: _version(name) for name in packages},
+        **{name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "cpu_threads": torch.get_num_threads(),
@@ -186,7 +224,7 @@ def print_report(row: Row, console: Console | None = None) -> None:
     knob = f" {row['knob']}={row['knob_value']}" if row["knob"] else ""
     table = Table(title=f"{row['policy']}{knob} layers={row['layers']}", title_style="bold")
     for name in ("", "unpruned", "pruned"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for label, dense, pruned in _lines(row):
         if pruned != "-":
             table.add_row(label, dense, pruned)
@@ -214,17 +252,17 @@ def _lines(row: Row) -> list[tuple[str, str, str]]:
         ("ReaL top-1 %", *both("real_top1", 2)),
         ("same first class %", "", _number(row["agreement"], 2)),
         ("GMACs an image", *both("gmacs", 3)),
-        ("tokens a block (p5 to p95)", str(row["dense_tokens"]), tokens),
+        ("block tokens (p5 to p95)", str(row["dense_tokens"]), tokens),
         ("images/s", *both("images_per_s", 1)),
         ("ms at batch 1", *both("latency_ms", 2)),
         ("peak MB", *both("peak_mb", 0)),
         (
-            "logits, policy: max, mean abs",
+            "policy effect: max, mean",
             "",
             f"{row['logit_max_abs']:.3g}, {row['logit_mean_abs']:.3g}",
         ),
-        ("logits, policy: KL, cosine", "", f"{row['logit_kl']:.3g}, {row['logit_cosine']:.4f}"),
-        ("logits, numeric: max abs", "", _number(row["numeric_max_abs"], 7)),
+        ("policy effect: KL, cos", "", f"{row['logit_kl']:.3g}, {row['logit_cosine']:.4f}"),
+        ("numeric effect: max", "", _number(row["numeric_max_abs"], 7)),
     ]
 
 
@@ -232,26 +270,29 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer.writerow(columns)
     for row in map(finite, rows):
-        writer.writerow(
-            [json.dumps(row[name]) if isinstance(row[name], list) else row[name] for name in COLUMNS]
-        )
+        values = [row.get(name) for name in columns]
+        writer.writerow([json.dumps(each) if isinstance(each, list) else each for each in values])
     return text.getvalue()
 
 
-def _replace(texts: dict[Path, str]) -> None:
-    """Write all beside their targets, then move them into place: no reader sees half a file or half a set."""
+def replace_files(contents: Mapping[Path, str | bytes]) -> None:
+    """Write all beside their targets, then move them into place: no reader sees half a file or half a set.
+
+    Args:
+        contents: What each file is to hold; text becomes UTF-8.
+    """
     staged: dict[Path, str] = {}
-    new = [path for path in texts if not path.exists()]
+    new = [path for path in contents if not path.exists()]
     try:
-        for path, text in texts.items():
+        for path, content in contents.items():
             handle, staged[path] = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             os.chmod(staged[path], 0o666 & ~_umask())
         for path, temporary in staged.items():
             os.replace(temporary, path)

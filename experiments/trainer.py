@@ -1,13 +1,18 @@
-"""Lightning's Trainer as this project uses it: no checkpoints, no sampler of its own, no chatter."""
+"""Lightning's Trainer as this project uses it: no sampler of its own, no chatter."""
 
 import logging
+import os
 import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import Callback, RichProgressBar
 
-from prunevit.experiments.config import RunConfig
+from prunevit.experiments.config import ImagesConfig
+
+Value = TypeVar("Value")
 
 # Said of every short run, of a metric without images, and by Lightning of its own use of torch.
 EXPECTED_WARNINGS = (
@@ -15,25 +20,53 @@ EXPECTED_WARNINGS = (
 )
 
 
-def make_trainer(config: RunConfig) -> Trainer:
-    """Build the trainer of an evaluation.
+def make_trainer(config: ImagesConfig, bar: Callback | None = None, **settings: Any) -> Trainer:
+    """Build the trainer of an evaluation, or of something else.
 
     Args:
-        config: `accelerator`, `devices`, `precision`, `progress`.
+        config: `accelerator`, `devices`, `precision`.
+        bar: Progress bar; Lightning's by default.
+        settings: Further arguments of Lightning's, which win.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    return Trainer(
-        accelerator="gpu" if config.on_gpu else "cpu",
-        devices=config.devices,
-        precision=config.precision,  # type: ignore[arg-type]
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=config.progress,
-        # The bar goes to stderr: stdout holds the report alone.
-        callbacks=[RichProgressBar(console_kwargs={"stderr": True})] if config.progress else [],
-        use_distributed_sampler=False,
-    )
+    # The bar goes to stderr: stdout holds the report alone.
+    bars = [bar or RichProgressBar(console_kwargs={"stderr": True})] if config.progress else []
+    devices, machines = processes(config)
+    defaults: dict[str, Any] = {
+        "accelerator": "gpu" if config.on_gpu else "cpu",
+        "devices": devices,
+        "num_nodes": machines,
+        "precision": config.precision,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": config.progress,
+        "use_distributed_sampler": False,
+    }
+    callbacks = [*settings.pop("callbacks", []), *bars]
+    return Trainer(**{**defaults, **settings, "callbacks": callbacks})
+
+
+def processes(config: ImagesConfig) -> tuple[int, int]:
+    """Count the processes of this machine, and the machines: as torchrun says, or as the configuration does.
+
+    Args:
+        config: `devices`.
+    """
+    if dist.is_torchelastic_launched():
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        return here, int(os.environ["WORLD_SIZE"]) // here
+    return config.devices, 1
+
+
+def world_size(config: ImagesConfig) -> int:
+    """Count the processes of all machines.
+
+    Args:
+        config: `devices`.
+    """
+    devices, machines = processes(config)
+    return devices * machines
 
 
 def run_test(trainer: Trainer, module: LightningModule) -> None:
@@ -46,18 +79,31 @@ def run_test(trainer: Trainer, module: LightningModule) -> None:
     Raises:
         KeyboardInterrupt: On Ctrl-C, which Lightning would turn into exit code 1.
     """
+    run_quietly(lambda: trainer.test(module, verbose=False))
+
+
+def run_quietly(loop: Callable[[], Any], expected: tuple[str, ...] = ()) -> None:
+    """Run one of Lightning's loops without the warnings that are known to mean nothing.
+
+    Args:
+        loop: Calls `fit` or `test`.
+        expected: Patterns of further such warnings.
+
+    Raises:
+        KeyboardInterrupt: On Ctrl-C, which Lightning would turn into exit code 1.
+    """
     with warnings.catch_warnings():
-        for message in EXPECTED_WARNINGS:
+        for message in (*EXPECTED_WARNINGS, *expected):
             warnings.filterwarnings("ignore", message)
         try:
-            trainer.test(module, verbose=False)
+            loop()
         except SystemExit as error:
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None
             raise
 
 
-def gathered(value: str | None) -> list[str | None]:
+def gathered(value: Value) -> list[Value]:
     """Collect a value from every process, in the order of their ranks.
 
     Args:
@@ -65,6 +111,6 @@ def gathered(value: str | None) -> list[str | None]:
     """
     if not dist.is_initialized():
         return [value]
-    values: list[str | None] = [None] * dist.get_world_size()
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

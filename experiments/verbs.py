@@ -1,25 +1,31 @@
 """The verbs of the command line: what each does, its help, and the way from its words to its run."""
 
 import importlib
+import json
 import os
 import sys
-from dataclasses import MISSING, Field, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from prunevit.experiments.compose import compose, group_names, nearest, read_yaml
-from prunevit.experiments.config import GROUPS, InputError, leaves
+from prunevit import __version__
+from prunevit.experiments.compose import compose, nearest
+from prunevit.experiments.config import InputError, leaves
+from prunevit.experiments.help_text import columns, holds_list, positional_word, verb_text
+from prunevit.experiments.output_dir import take_back
 
 
 @dataclass(frozen=True)
 class Verb:
     """A verb: what it does, `module:class` of its keys, and `module:function` that takes the configuration.
 
-    Both are imported only when the verb is asked for.
+    Both are imported only when the verb is asked for; the function may return an exit code. `positional` names the key
+    that words without "=" fill: one word, or any number of them where the key holds a list.
     """
 
     summary: str
     keys: str
     entry: str
+    positional: str = ""
 
     @property
     def schema(self) -> type:
@@ -35,10 +41,34 @@ def _named(path: str) -> Any:
 # Beside its line, a verb has configs/<verb>.yaml.
 VERBS = {
     "evaluate": Verb("accuracy, logit deviation and speed", "config:EvaluateConfig", "evaluation:run"),
+    "finetune": Verb("train a pruned model", "finetuning.config:FinetuneConfig", "finetuning.run:run"),
+    "compare": Verb(
+        "many policies in one pass: statistics, equal cost, one report",
+        "comparison.config:CompareConfig",
+        "comparison.run:run",
+    ),
+    "plan": Verb(
+        "tokens and GMACs of a policy, ahead of a run", "planning.config:PlanConfig", "planning.run:run"
+    ),
+    "reproduce": Verb(
+        "a published row on your ImageNet, ours minus theirs",
+        "planning.config:ReproduceConfig",
+        "planning.reproduce:run",
+        "name",
+    ),
     "bench": Verb(
         "speed on a GPU beside the strongest rivals", "benchmark.config:BenchConfig", "benchmark.run:run"
     ),
+    "report": Verb(
+        "a page over several runs", "comparison.report_run:ReportConfig", "comparison.report_run:run", "runs"
+    ),
+    "show": Verb(
+        "a photo, and what a policy keeps of it", "comparison.show:ShowConfig", "comparison.show:run", "image"
+    ),
     "policies": Verb("list the pruning policies", "config:PoliciesConfig", "policy_table:run"),
+    "check": Verb(
+        "hold a policy against what every policy owes", "checking:CheckConfig", "checking:run", "policy"
+    ),
 }
 
 
@@ -54,6 +84,9 @@ def dispatch(words: list[str]) -> int:
     Raises:
         InputError: If the input is wrong.
     """
+    if words == ["--version"]:
+        print(f"prunevit {__version__}")
+        return 0
     asks_help = any(word in ("-h", "--help", "help") for word in words)
     rest = [word for word in words if word not in ("-h", "--help", "help")]
     if not rest:
@@ -61,7 +94,7 @@ def dispatch(words: list[str]) -> int:
         return 0 if asks_help else 2
     name, arguments = rest[0], rest[1:]
     if name not in VERBS:
-        raise InputError(f"prunevit: unknown verb, got {name}; {nearest(name, list(VERBS))}")
+        raise InputError(f"unknown verb, got {name}; {nearest(name, list(VERBS))}")
     verb = VERBS[name]
     if asks_help:
         print(help_text(name, verb))
@@ -69,69 +102,58 @@ def dispatch(words: list[str]) -> int:
     # A user's policy is found beside the place where the command runs, as `python -m` would find it.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    config = compose(name, verb.schema, arguments)
-    _named(verb.entry)(config)
-    return 0
+    config = compose(name, verb.schema, with_keys(verb, arguments))
+    try:
+        outcome = _named(verb.entry)(config)
+    finally:
+        take_back()
+    return outcome if isinstance(outcome, int) else 0
+
+
+def with_keys(verb: Verb, words: list[str]) -> list[str]:
+    """Give each word of a command line its key: "evit" is policy="evit", "--all" is all=true.
+
+    Args:
+        verb: Says which key a bare word fills.
+        words: Those after the verb.
+    """
+    keys = leaves(verb.schema)
+    switches = {
+        f"--{name.replace('_', '-')}": name for name, each in keys.items() if each.type in (bool, "bool")
+    }
+    named = [f"{switches[word]}=true" if word in switches else word for word in words]
+    if verb.positional:
+        bare = [json.dumps(word, ensure_ascii=False) for word in named if "=" not in word and word[:1] != "-"]
+        named = [word for word in named if "=" in word or word[:1] == "-"]
+        if holds_list(keys[verb.positional]):
+            bare = [f"[{','.join(bare)}]"] if bare else []
+        named = [f"{verb.positional}={word}" for word in bare] + named
+    return named
 
 
 def overview() -> str:
     """Text of `prunevit --help`."""
-    verbs = [f"  {name:<10} {verb.summary}" for name, verb in VERBS.items()]
+    verbs = columns([(name, verb.summary) for name, verb in VERBS.items()])
     return "\n".join(
         [
             "usage: prunevit VERB [key=value ...]",
             "",
             *verbs,
             "",
-            "prunevit VERB --help lists the keys of a verb.",
+            "prunevit VERB --help lists the keys of a verb; prunevit --version says which version this is.",
             "example: prunevit evaluate policy=topk policy.keep_rate=0.5 policy.layers=[3,6,9]",
         ]
     )
 
 
 def help_text(name: str, verb: Verb) -> str:
-    """Text of `prunevit VERB --help`: groups, then keys with defaults and meaning.
+    """Text of `prunevit VERB --help`.
 
     Args:
         name: The verb.
         verb: Its line of the table.
     """
-    lines = [f"usage: prunevit {name} [key=value ...]", "", verb.summary, ""]
-    keys = leaves(verb.schema)
-    if not keys:
-        return "\n".join([*lines, "It has no keys."])
-    chosen = read_yaml(f"{name}.yaml")
-    groups = [group for group in GROUPS if group in chosen]
-    if groups:
-        lines.append("groups (GROUP=NAME; a key of it: GROUP.KEY=VALUE)")
-        for group in groups:
-            names = ", ".join(group_names(group)) + OTHER_NAMES.get(group, "")
-            lines.append(f"  {group + '=' + chosen[group]:<27} {names}")
-        lines.append("")
-    lines += ["keys", "  config=null                 a YAML file of keys, read before the command line"]
-    for path, declared in keys.items():
-        if path != "policy":
-            lines.append(f"  {path + '=' + _default(declared, path, chosen):<27} {declared.metadata['help']}")
-            if declared.metadata["choices"]:
-                lines.append(f"{'':<30}one of {', '.join(declared.metadata['choices'])}")
-    if "policy" not in groups:
-        return "\n".join(lines)
-    lines += ["", "keys of the policy are its constructor's arguments; as shipped:"]
-    for policy in group_names("policy"):
-        settings = {key: value for key, value in read_yaml(f"policy/{policy}.yaml").items() if key != "name"}
-        lines.append(f"  {policy:<13}" + " ".join(f"policy.{key}={value}" for key, value in settings.items()))
-    return "\n".join(lines)
-
-
-OTHER_NAMES = {"model": ", or any timm architecture", "policy": ", or package.module:Class"}
-
-
-def _default(declared: Field[Any], path: str, chosen: dict[str, Any]) -> str:
-    group, _, key = path.partition(".")
-    value = declared.default_factory() if callable(declared.default_factory) else declared.default
-    value = read_yaml(f"{group}/{chosen[group]}.yaml").get(key, value) if key else value
-    if value is MISSING or value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    bare = positional_word(leaves(verb.schema), verb.positional)
+    return verb_text(
+        f"usage: prunevit {name}{bare} [key=value ...]", verb.summary, verb.schema, f"{name}.yaml"
+    )

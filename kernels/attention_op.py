@@ -1,15 +1,17 @@
-"""`ragged_attention` as one opaque operator, for graphs: `torch.compile`, `torch.export`.
+"""`ragged_attention` as an opaque operator: for graphs (`torch.compile`, `torch.export`) and for gradients of "triton".
 
-Inside it tiles may depend on the batch without a new compilation. An eager call goes past it: an operator takes
-the host several times as long as the launch.
+Inside it tiles may depend on the batch without a new compilation. An eager call without gradients goes past it: an
+operator takes the host several times as long as the launch.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from prunevit.kernels.backends import AttentionOutput, probability_dtype, run_backend
+from prunevit.kernels.backends import AttentionOutput, has_live_row, probability_dtype, run_backend
 
 
 @torch.library.custom_op("prunevit::ragged_attention", mutates_args=())
@@ -29,43 +31,152 @@ def attention_op(
     image_id: Tensor | None,
     uniform: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a chosen backend; what is not asked for is empty. No gradients.
+    saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run a chosen backend; what is not asked for is empty. Differentiable if it `saves`, which "triton" alone does.
 
     Returns:
-        out [T, H, D], prefix_attention [T, P, H] and received_attention [T or 0, H], as in `AttentionOutput`.
+        out [T, H, D], prefix_attention [T, P, H] and received_attention [T or 0, H], as in `AttentionOutput`, and
+        what the backward takes besides, [0 to 2, H, T].
     """
-    result = run_backend(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
-        return_received, image_id, uniform, backend,
-    )  # fmt: skip
-    promised = _outputs(q, prefix_rows, return_received)
-    out, prefix, received = (
-        promise if x is None else x if x.stride() == promise.stride() else promise.copy_(x)
-        for x, promise in zip(result, promised)
+    saved = None
+    if saves and has_live_row(q, cu_seqlens, max_seqlen):
+        from prunevit.kernels.triton_forward import triton_attention
+
+        *result, saved = triton_attention(
+            q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
+            return_received, saves=True,
+        )  # fmt: skip
+    else:
+        result = list(
+            run_backend(
+                q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps,
+                prefix_rows, return_received, image_id, uniform, backend,
+            )
+        )  # fmt: skip
+    promised = _outputs(q, prefix_rows, return_received, softmax_eps, saves)
+    out, prefix, received, saved = (
+        promise.zero_() if x is None else x if x.stride() == promise.stride() else promise.copy_(x)
+        for x, promise in zip([*result, saved], promised)
     )
-    return out, prefix, received
+    return out, prefix, received, saved
 
 
 @attention_op.register_fake
 def _(
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
-    return_received, image_id, uniform, backend,
+    return_received, image_id, uniform, backend, saves,
 ):  # fmt: skip
-    return _outputs(q, prefix_rows, return_received)
+    return _outputs(q, prefix_rows, return_received, softmax_eps, saves)
 
 
-def _outputs(q: Tensor, prefix_rows: int, return_received: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(
+    q: Tensor, prefix_rows: int, return_received: bool, softmax_eps: float, saves: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate what the operator returns, in the layout that the Triton kernel writes."""
     num_rows, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     received_rows = num_rows if return_received else 0
+    planes = 0 if not saves else 2 if softmax_eps else 1
     dtype = probability_dtype(q)
     prefix_stride = (prefix_rows, 1, num_rows * prefix_rows)
     return (
         q.new_empty(num_rows, num_heads, head_dim),
         q.new_empty_strided((num_rows, prefix_rows, num_heads), prefix_stride, dtype=dtype),
         q.new_empty_strided((received_rows, num_heads), (1, received_rows), dtype=dtype),
+        q.new_empty(planes, num_heads, num_rows, dtype=dtype),
     )
+
+
+@torch.library.custom_op("prunevit::ragged_attention_backward", mutates_args=())
+def backward_op(
+    d_out: Tensor,
+    d_prefix: Tensor | None,
+    d_received: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    key_weight: Tensor | None,
+    soft: Tensor | None,
+    exempt_self: bool,
+    softmax_eps: float,
+    out: Tensor,
+    saved: Tensor,
+    wants_key_weight: bool,
+    wants_soft: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, key_weight and soft; what is not there or not wanted is empty."""
+    promised = _gradients(q, k, v, key_weight, soft, wants_key_weight, wants_soft)
+    if not has_live_row(q, cu_seqlens, max_seqlen):
+        dq, dk, dv, d_key_weight, d_soft = (promise.zero_() for promise in promised)
+        return dq, dk, dv, d_key_weight, d_soft
+    from prunevit.kernels.triton_backward import triton_backward
+
+    found = triton_backward(
+        d_out, d_prefix, d_received, q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self,
+        softmax_eps, out, saved, wants_key_weight, wants_soft,
+    )  # fmt: skip
+    dq, dk, dv, d_key_weight, d_soft = (
+        promise if x is None else x for x, promise in zip(found, promised, strict=True)
+    )
+    return dq, dk, dv, d_key_weight, d_soft
+
+
+@backward_op.register_fake
+def _(
+    d_out, d_prefix, d_received, q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self,
+    softmax_eps, out, saved, wants_key_weight, wants_soft,
+):  # fmt: skip
+    return _gradients(q, k, v, key_weight, soft, wants_key_weight, wants_soft)
+
+
+def _gradients(q, k, v, key_weight, soft, wants_key_weight, wants_soft) -> tuple[Tensor, ...]:
+    nothing = [0]
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(nothing if k is None else k.shape),
+        q.new_empty(nothing if v is None else v.shape),
+        key_weight.new_empty(key_weight.shape) if wants_key_weight else q.new_empty(nothing),
+        soft.new_empty(soft.shape) if wants_soft else q.new_empty(nothing),
+    )
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps = inputs[:10]
+    out, _, _, saved = output
+    ctx.save_for_backward(q, k, v, cu_seqlens, key_weight, soft, out, saved)
+    ctx.numbers = max_seqlen, softmax_scale, exempt_self, softmax_eps
+    ctx.reports = inputs[10] > 0, inputs[11]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, d_out: Tensor | None, d_prefix: Tensor | None, d_received: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, cu_seqlens, key_weight, soft, out, saved = ctx.saved_tensors
+    max_seqlen, softmax_scale, exempt_self, softmax_eps = ctx.numbers
+    has_prefix, has_received = ctx.reports
+    wants_key_weight, wants_soft = ctx.needs_input_grad[6], ctx.needs_input_grad[7]
+    dq, dk, dv, d_key_weight, d_soft = backward_op(
+        torch.zeros_like(out) if d_out is None else d_out,
+        d_prefix if has_prefix else None,
+        d_received if has_received else None,
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, out, saved,
+        wants_key_weight, wants_soft,
+    )  # fmt: skip
+    found = {
+        0: dq,
+        1: None if k is None else dk,
+        2: None if v is None else dv,
+        6: d_key_weight if wants_key_weight else None,
+        7: d_soft if wants_soft else None,
+    }
+    return tuple(found.get(index) for index in range(16))
+
+
+attention_op.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def run_operator(
@@ -84,10 +195,11 @@ def run_operator(
     image_id: Tensor | None,
     uniform: bool,
     backend: str,
+    saves: bool,
 ) -> AttentionOutput:
-    """Call the operator as `run_backend` is called."""
-    out, prefix, received = attention_op(
+    """Call the operator as `run_backend` is called; if it `saves`, its results are differentiable."""
+    out, prefix, received, _ = attention_op(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
-        return_received, image_id, uniform, backend,
+        return_received, image_id, uniform, backend, saves,
     )  # fmt: skip
     return AttentionOutput(out, prefix if prefix_rows else None, received if return_received else None)

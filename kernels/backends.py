@@ -37,13 +37,12 @@ class AttentionOutput(NamedTuple):
     received_attention: Tensor | None
 
 
-def choose_backend(backend: str, q: Tensor, needs_grad: bool, dense_rows: int | None) -> str:
+def choose_backend(backend: str, q: Tensor, dense_rows: int | None) -> str:
     """Return "reference", "padded" or "triton"; `auto` says once in the log what it takes, and why.
 
     Args:
         backend: One of BACKENDS.
         q: As in `ragged_attention`.
-        needs_grad: Whether gradients are required.
         dense_rows: How many rows each image has, if all have the same and plain attention is all that is wanted.
 
     Raises:
@@ -53,7 +52,7 @@ def choose_backend(backend: str, q: Tensor, needs_grad: bool, dense_rows: int | 
         return backend
     if backend not in BACKENDS:
         raise ValueError(f"ragged_attention: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    obstacle = _triton_obstacle(q, needs_grad, interpret=backend == "triton")
+    obstacle = _triton_obstacle(q, interpret=backend == "triton")
     if backend == "triton":
         if obstacle:
             raise ValueError(f'ragged_attention: backend="triton" {obstacle}; use "padded" or "auto"')
@@ -65,7 +64,7 @@ def choose_backend(backend: str, q: Tensor, needs_grad: bool, dense_rows: int | 
     return "padded" if obstacle else "triton"
 
 
-def _triton_obstacle(q: Tensor, needs_grad: bool, interpret: bool) -> str | None:
+def _triton_obstacle(q: Tensor, interpret: bool) -> str | None:
     """Return what keeps the Triton kernel from this input, None if nothing does.
 
     Where `TRITON_INTERPRET=1` made the kernel an interpreted one it also runs on a CPU, if asked for by name.
@@ -81,7 +80,7 @@ def _triton_obstacle(q: Tensor, needs_grad: bool, interpret: bool) -> str | None
         return f"computes fp16, bf16 and fp32, got {q.dtype}"
     if not 1 <= q.shape[-1] <= _TRITON_HEAD_DIM:
         return f"needs a head_dim of 1 to {_TRITON_HEAD_DIM}, got {q.shape[-1]}"
-    return "has no backward yet, and gradients are required" if needs_grad else None
+    return None
 
 
 def _is_interpreted() -> bool:
@@ -116,10 +115,10 @@ def run_backend(
     backend: str,
 ) -> AttentionOutput:
     """Compute `ragged_attention` from arguments that have been checked, by a backend that has been chosen."""
-    if q.shape[0] == 0 or cu_seqlens.shape[0] == 1 or max_seqlen == 0:
+    if not has_live_row(q, cu_seqlens, max_seqlen):
         return _no_live_row(q, prefix_rows, return_received)
     if backend == "triton":
-        out, prefix, received = _triton_attention()(
+        out, prefix, received, _ = _triton_attention()(
             q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
             return_received,
         )  # fmt: skip
@@ -151,6 +150,11 @@ def _triton_attention() -> Any:
     from prunevit.kernels.triton_forward import triton_attention
 
     return triton_attention
+
+
+def has_live_row(q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> bool:
+    """Whether there is anything to compute, as far as the host knows."""
+    return not (q.shape[0] == 0 or cu_seqlens.shape[0] == 1 or max_seqlen == 0)
 
 
 def _no_live_row(q: Tensor, prefix_rows: int, return_received: bool) -> AttentionOutput:

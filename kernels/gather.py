@@ -27,7 +27,6 @@ def gather(
     key_weight: Tensor | None = None,
     soft: Tensor | None = None,
     *,
-    kept: Tensor,
     destination: Tensor,
     cu_old: Tensor,
     cu_new: Tensor,
@@ -41,7 +40,7 @@ def gather(
 
     ::
 
-        x'[destination[d]] = sum over i with merge_into[i] == d of merge_weight[i] * x[i]
+        x'[cu_new[image of d] + destination[d]] = sum over i with merge_into[i] == d of merge_weight[i] * x[i]
 
     in at least fp32, d itself only if merge_into[d] == d; sizes are summed alike without the weight, and so are
     key weights if `key_weight_in` is given. Rows behind the last image are zeros, with image B and source -1.
@@ -54,9 +53,8 @@ def gather(
         size: how many patches a row stands for, [T]. None: 1 where rows are folded, else no sizes result.
         key_weight: [T], or None.
         soft: [T], or None; is moved, never folded.
-        kept: rows that stay, bool [T].
-        destination: new row of each of them, int64 [T], no two alike; not looked at elsewhere. A row whose
-            destination is not below `capacity` is lost.
+        destination: new place in its image of each row, int32 [T], no two of an image alike; -1 for rows that leave.
+            A row whose place lies at `capacity` or behind is lost.
         cu_old: boundaries of the images, int32 [B + 1].
         cu_new: boundaries after packing, int32 [B + 1]; rows from the last one on are dead.
         capacity: number of rows of the result.
@@ -78,7 +76,7 @@ def gather(
     size = size if size_in is None else size_in
     key_weight = key_weight if key_weight_in is None else key_weight_in
     features, ids, *rest = compute(
-        x, image_id, source, size, key_weight, soft, kept, destination, cu_old, cu_new, capacity,
+        x, image_id, source, size, key_weight, soft, destination, cu_old, cu_new, capacity,
         merge_into, merge_weight, folds_key_weight,
     )  # fmt: skip
     present = (size is not None or merge_into is not None, key_weight is not None, soft is not None)
@@ -93,7 +91,6 @@ def gather_reference(
     size: Tensor | None,
     key_weight: Tensor | None,
     soft: Tensor | None,
-    kept: Tensor,
     destination: Tensor,
     cu_old: Tensor,
     cu_new: Tensor,
@@ -110,9 +107,10 @@ def gather_reference(
         x, size = _fold(weighted, merge_into).to(x.dtype), _fold(size, merge_into)
         if key_weight is not None and folds_key_weight:
             key_weight = _fold(key_weight, merge_into)
-    here = torch.arange(len(kept), device=x.device)
+    here = torch.arange(len(destination), device=x.device)
     rows = here.new_zeros(capacity + 1)
-    rows.scatter_(0, torch.where(kept, destination, capacity).clamp(max=capacity), here)
+    new = torch.where(destination >= 0, cu_new[image_id].long() + destination, capacity)
+    rows.scatter_(0, new.clamp(max=capacity), here)
     rows = rows[:capacity]
     dead = torch.arange(capacity, device=x.device) >= cu_new[-1]
 
@@ -137,7 +135,6 @@ def choose_gather(
     size: Tensor | None,
     key_weight: Tensor | None,
     soft: Tensor | None,
-    kept: Tensor,
     destination: Tensor,
     cu_old: Tensor,
     cu_new: Tensor,
@@ -148,7 +145,7 @@ def choose_gather(
 ) -> list[Tensor]:
     """Compute `gather` by the kernel where it can, by the reference elsewhere."""
     arguments = (
-        x, image_id, source, size, key_weight, soft, kept, destination, cu_old, cu_new, capacity,
+        x, image_id, source, size, key_weight, soft, destination, cu_old, cu_new, capacity,
         merge_into, merge_weight, folds_key_weight,
     )  # fmt: skip
     if not (takes_triton(x) and x.numel() and capacity and len(cu_new) > 1):
@@ -170,7 +167,6 @@ def _(
     size: Tensor | None,
     key_weight: Tensor | None,
     soft: Tensor | None,
-    kept: Tensor,
     destination: Tensor,
     cu_old: Tensor,
     cu_new: Tensor,

@@ -1,5 +1,7 @@
 """The public door of ragged attention: what it means, and what it accepts."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -60,10 +62,10 @@ def ragged_attention(
         return_received: report the mean attention that each row receives.
         image_id: int32 [T], the image of each row, B for dead rows; saves `padded` from finding it.
         uniform: every image has exactly `max_seqlen` rows; lets `padded` reshape instead of copying.
-        backend: "reference" (loop over images), "padded" (torch operations), "triton" (CUDA, no backward), or
+        backend: "reference" (loop over images), "padded" (torch operations), "triton" (CUDA), or
             "auto", which takes "triton" where it can, unless all images are equally long and dense attention
             is known to be faster, and says once in the log what it took and why. An explicit choice never
-            falls back.
+            falls back. All are differentiable in q, k, v, `key_weight` and `soft`.
 
     Raises:
         ValueError: an argument has the wrong shape, dtype, device or value; the backend cannot compute this.
@@ -82,8 +84,10 @@ def ragged_attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     needs_grad = torch.is_grad_enabled() and _requires_grad(q, k, v, key_weight, soft)
     plain = not (soft is not None or key_weight is not None or softmax_eps or prefix_rows or return_received)
-    chosen = choose_backend(backend, q, needs_grad, max_seqlen if uniform and plain else None)
-    run = run_backend if needs_grad or not torch.compiler.is_compiling() else run_operator
+    chosen = choose_backend(backend, q, max_seqlen if uniform and plain else None)
+    saves = needs_grad and chosen == "triton"
+    inside_graph = torch.compiler.is_compiling() and not needs_grad
+    run = partial(run_operator, saves=saves) if saves or inside_graph else run_backend
     return run(
         q, k, v, cu_seqlens, max_seqlen, scale, key_weight, soft, exempt_self, float(softmax_eps), prefix_rows,
         return_received, image_id, uniform, chosen,

@@ -82,7 +82,7 @@ def choose_tile(
         many_heads: See `has_many_heads`.
     """
     if dtype == torch.float32:
-        return LongTile(32, 32, 8, 2, False) if head_dim <= 128 else LongTile(16, 16, 4, 2, False)
+        return LongTile(32, 32, 8, 2 if head_dim <= 64 else 1, False)
     if (
         infers
         and prefix_rows <= _FEW_PREFIX_ROWS
@@ -100,6 +100,53 @@ def choose_tile(
         return LongTile(64, 32, 4, 2, False)
     large = max_seqlen > 384 and many_heads and not prefix_rows
     return LongTile(128, 64, 8, 3) if large else LongTile(64, 64, 4, 3)
+
+
+class BackwardTiles(NamedTuple):
+    """For the backward.
+
+    Attributes:
+        keys: Of `keys_kernel`.
+        queries: Of `queries_kernel`; None where the tile of keys holds the longest image, and `keys_kernel` gives all.
+    """
+
+    keys: LongTile
+    queries: LongTile | None
+
+
+# (longest image, tile of `keys_kernel`), found on sm_90 for 256 images, 6 heads, a head size of 64 and bf16.
+_WHOLE = (
+    (16, LongTile(16, 16, 1, 1, False)),
+    (32, LongTile(32, 32, 2, 1, False)),
+    (64, LongTile(64, 64, 4, 2, False)),
+    (128, LongTile(32, 128, 4, 2, False)),
+)
+
+
+@functools.cache
+def choose_backward_tiles(max_seqlen: int, head_dim: int, dtype: torch.dtype, plain: bool) -> BackwardTiles:
+    """Return the tiles of the backward for images of at most `max_seqlen` rows.
+
+    Tiles on tensor cores have two stages or more: with one, ptxas keeps the descriptors of all operands in uniform
+    registers, runs out of them, and (12.8 was seen to) reads some that it never wrote.
+
+    Args:
+        max_seqlen: Bound of an image's rows.
+        head_dim: Head size.
+        dtype: Of q, k and v.
+        plain: Whether there are neither weights nor `softmax_eps` nor gradients of reported probabilities, which
+            leave no registers for whole heads of more than 64 rows.
+    """
+    if dtype == torch.float32:
+        tile = LongTile(32, 32, 8, 1, False) if head_dim <= 128 else LongTile(16, 16, 8, 1, False)
+        return BackwardTiles(tile, None if max_seqlen <= tile.block_n else tile)
+    if head_dim <= 64 and max_seqlen <= (128 if plain else 64):
+        return BackwardTiles(next(tile for bound, tile in _WHOLE if max_seqlen <= bound), None)
+    if head_dim > 128:
+        return BackwardTiles(LongTile(32, 64, 8, 2, False), LongTile(64, 32, 8, 2, False))
+    if head_dim > 64:
+        return BackwardTiles(LongTile(32, 64, 4, 2, False), LongTile(64, 64, 4, 2, False))
+    return BackwardTiles(LongTile(32, 64, 4, 3, False), LongTile(64, 32, 4, 3, False))
 
 
 def has_many_heads(batch_size: int, num_heads: int) -> bool:

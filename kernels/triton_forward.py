@@ -1,4 +1,4 @@
-"""Ragged attention as one Triton kernel over packed rows: forward only, online softmax, nothing padded.
+"""Ragged attention as one Triton kernel over packed rows: online softmax, nothing padded. Gradients: `triton_backward`.
 
 q, k and v are read where they lie, by strides; rows [T, H, D] are written. Without atomics: the same input gives
 the same bits.
@@ -13,9 +13,10 @@ import triton
 from torch import Tensor
 
 from prunevit.kernels.launch import Bound
-from prunevit.kernels.tiles import ShortTile, Tile, choose_tile, has_many_heads
+from prunevit.kernels.tiles import ShortTile, Tile, has_many_heads
 from prunevit.kernels.triton_long import forward_kernel, received_kernel
 from prunevit.kernels.triton_short import short_kernel
+from prunevit.kernels.tuning import find_tile
 
 # TRITON_INTERPRET=1 at import makes `triton.jit` return an interpreted function, which runs on CPU tensors.
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
@@ -37,10 +38,12 @@ def triton_attention(
     prefix_rows: int,
     return_received: bool,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    saves: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Attend within each image; meaning and shapes as in `ragged_attention`, q packed if k and v are None.
 
-    `tile` is for the tuner: it replaces the one of the table.
+    `tile` is for the tuner: it replaces the one of the table. If it `saves`, the last result is what
+    `triton_backward` takes, fp32 [1 or 2, H, T] (see `forward_kernel`); else None.
 
     The probabilities are views of buffers in which the rows of a head lie together, as one program writes them.
 
@@ -57,10 +60,14 @@ def triton_attention(
     prefix = None
     if prefix_rows:
         prefix = _fp32(q, (num_rows, prefix_rows, num_heads), (prefix_rows, 1, num_rows * prefix_rows))
+    saved = None
+    if saves:
+        planes = 2 if softmax_eps else 1
+        saved = _fp32(q, (planes, num_heads, num_rows), (num_heads * num_rows, num_rows, 1))
     if plan.query_tiles == 0:
         programs = min(num_images * num_heads, plan.resident)
-        plan.forward(programs, q, cu_seqlens, out, num_rows, num_images, k, v, key_weight, prefix)
-        return out, prefix, None
+        plan.forward(programs, q, cu_seqlens, out, num_rows, num_images, k, v, key_weight, prefix, saved)
+        return out, prefix, None, saved
 
     segments = num_heads * (num_images + 1)  # of rows: the images and the dead rows
     stats = None
@@ -68,14 +75,14 @@ def triton_attention(
         stats = _fp32(q, (3, num_heads, num_rows), (num_heads * num_rows, num_rows, 1))
     sizes = (num_rows, num_images, plan.query_tiles)
     plan.forward(
-        segments * plan.query_tiles, q, cu_seqlens, out, *sizes, k, v, key_weight, prefix, soft, stats
+        segments * plan.query_tiles, q, cu_seqlens, out, *sizes, k, v, key_weight, prefix, soft, stats, saved
     )
     if plan.received is None or stats is None:
-        return out, prefix, None
+        return out, prefix, None, saved
     received = _fp32(q, (num_rows, num_heads), (1, num_rows))
     sizes = (num_rows, num_images, plan.key_tiles)
     plan.received(segments * plan.key_tiles, q, cu_seqlens, stats, received, *sizes, k, key_weight, soft)
-    return out, prefix, received
+    return out, prefix, received, saved
 
 
 def _fp32(q: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -113,13 +120,13 @@ def _plan(
     tile: Tile | None,
 ) -> _Plan:
     infers = not (has_soft or softmax_eps or return_received)
-    tile = tile or choose_tile(max_seqlen, head_dim, dtype, infers, prefix_rows, many_heads)
+    tile = tile or find_tile(max_seqlen, num_heads, head_dim, dtype, infers, prefix_rows, many_heads, device)
     # See `triton_parts` about PRE and POST.
     scale = softmax_scale / math.log(2)
     folds = scale > 0
     constants: dict[str, Any] = {
-        **_layout(q_stride, k_stride, v_stride),
-        **_overlap(device),
+        **layout(q_stride, k_stride, v_stride),
+        **overlap(device),
         "H": num_heads,
         "D": head_dim,
         "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
@@ -133,7 +140,7 @@ def _plan(
         starts = [sum(tile.pieces[:i]) for i in range(len(tile.pieces))]
         constants |= {"PIECES": tuple(zip(starts, tile.pieces)), "STAGES": tile.num_stages}
         resident = tile.resident * _multiprocessors(device) if tile.resident else 2**31 - 1
-        return _Plan(_bind(short_kernel, **constants), resident)
+        return _Plan(bind(short_kernel, **constants), resident)
     most_keys = 64 if dtype == torch.float32 or head_dim > 128 else 256 if head_dim <= 64 else 128
     one_pass = max_seqlen <= most_keys
     block_k = max(triton.next_power_of_2(max_seqlen), 64) if one_pass else max(most_keys // 2, 64)
@@ -150,15 +157,15 @@ def _plan(
         "num_stages": tile.num_stages,
     }
     return _Plan(
-        _bind(forward_kernel, **constants),
+        bind(forward_kernel, **constants),
         query_tiles=prefix_tiles + triton.cdiv(max_seqlen, tile.block_m),
-        received=_bind(received_kernel, **constants) if return_received else None,
+        received=bind(received_kernel, **constants) if return_received else None,
         key_tiles=triton.cdiv(max_seqlen, tile.block_n),
     )
 
 
 @functools.cache
-def _bind(kernel: Any, **constants: Any) -> Bound:
+def bind(kernel: Any, **constants: Any) -> Bound:
     """Bind a kernel to those of the constants that it takes; the same `Bound` for each `max_seqlen` of a tile."""
     taken = {*kernel.arg_names, "num_warps", "num_stages"}
     if "OVERLAP" in kernel.arg_names:
@@ -166,7 +173,7 @@ def _bind(kernel: Any, **constants: Any) -> Bound:
     return Bound(kernel, **{name: value for name, value in constants.items() if name in taken})
 
 
-def _layout(
+def layout(
     q_stride: tuple[int, ...], k_stride: tuple[int, ...] | None, v_stride: tuple[int, ...] | None
 ) -> dict[str, int]:
     """Return where q, k and v of a row and head lie; PART is the way from q to k to v in packed rows, else 0."""
@@ -187,7 +194,7 @@ def _layout(
 
 
 @functools.cache
-def _overlap(device: int) -> dict[str, bool]:
+def overlap(device: int) -> dict[str, bool]:
     """Return the constants with which a kernel's start overlaps the end of the one before, where the GPU can."""
     overlaps = (
         device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -53,7 +53,6 @@ def triton_gather(
     size: Tensor | None,
     key_weight: Tensor | None,
     soft: Tensor | None,
-    kept: Tensor,
     destination: Tensor,
     cu_old: Tensor,
     cu_new: Tensor,
@@ -76,7 +75,7 @@ def triton_gather(
     if size is None and folds:
         new_size = torch.empty(capacity, dtype=torch.float32, device=x.device)
     inputs = (
-        x, source, size, key_weight, soft, kept, destination, cu_old, cu_new, merge_into,
+        x, source, size, key_weight, soft, destination, cu_old, cu_new, merge_into,
         merge_weight if folds else None,
     )  # fmt: skip
     _bound(num_channels, tile.channels, folds_key_weight)(
@@ -153,8 +152,8 @@ def _fold_members(
 
 @triton.jit
 def _fold_heirs(
-    x, size, key_weight, kept, destination, merge_into, merge_weight, features, new_size, new_key_weight,
-    capacity, begin, end, part, num_parts, group, num_groups, C: tl.constexpr, MEMBERS: tl.constexpr,
+    x, size, key_weight, destination, merge_into, merge_weight, features, new_size, new_key_weight,
+    capacity, begin, end, new_begin, part, num_parts, group, num_groups, C: tl.constexpr, MEMBERS: tl.constexpr,
     CHANNELS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Write a program's share of the heirs of one image, one after the other."""
@@ -164,8 +163,9 @@ def _fold_heirs(
     while after < stop:
         heir = _next_heir(merge_into, after, stop, begin, end, MEMBERS)
         if heir < stop:
-            new = tl.load(destination + heir)
-            stays = tl.load(kept + heir) & (new < capacity)
+            place = tl.load(destination + heir)
+            new = new_begin + place
+            stays = (place >= 0) & (new < capacity)
             for first_channel in range(group * CHANNELS, C, num_groups * CHANNELS):
                 channel = first_channel + tl.arange(0, CHANNELS)
                 folded = _fold_members(
@@ -189,15 +189,16 @@ def _move(values, moved, row, new, stays):
 
 @triton.jit
 def _move_rows(
-    x, source, size, key_weight, soft, kept, destination, merge_into, merge_weight, features, ids, new_size,
-    new_key_weight, new_soft, capacity, image, begin, end, first, group, num_groups, C: tl.constexpr,
+    x, source, size, key_weight, soft, destination, merge_into, merge_weight, features, ids, new_size,
+    new_key_weight, new_soft, capacity, image, begin, end, new_begin, first, group, num_groups, C: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Move a tile of rows of one image, all but the features and the sums of heirs."""
     row = first + tl.arange(0, ROWS)
     is_own = row < end
-    new = tl.load(destination + row, mask=is_own, other=0)
-    stays = (tl.load(kept + row, mask=is_own, other=0) != 0) & (new < capacity)
+    place = tl.load(destination + row, mask=is_own, other=-1)
+    new = new_begin + place
+    stays = (place >= 0) & (new < capacity)
     is_plain = stays
     if merge_into is not None:
         holds_itself = tl.load(merge_into + row, mask=is_own, other=-1) == row
@@ -264,7 +265,7 @@ def _fill_dead(
     do_not_specialize=["batch_size", "capacity", "num_parts", "num_groups", "fold_parts", "fold_groups"]
 )
 def gather_kernel(
-    x, source, size, key_weight, soft, kept, destination, cu_old, cu_new, merge_into, merge_weight,
+    x, source, size, key_weight, soft, destination, cu_old, cu_new, merge_into, merge_weight,
     features, ids, new_size, new_key_weight, new_soft, batch_size, capacity, num_parts, num_groups, fold_parts,
     fold_groups, C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr,
     FOLD_CHANNELS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
@@ -280,8 +281,9 @@ def gather_kernel(
         if merge_into is not None:
             image = program // (fold_groups * fold_parts)
             _fold_heirs(
-                x, size, key_weight, kept, destination, merge_into, merge_weight, features, new_size,
-                new_key_weight, capacity, tl.load(cu_old + image), tl.load(cu_old + image + 1),
+                x, size, key_weight, destination, merge_into, merge_weight, features, new_size, new_key_weight,
+                capacity, tl.load(cu_old + image), tl.load(cu_old + image + 1),
+                tl.load(cu_new + image).to(tl.int64),
                 program // fold_groups % fold_parts, fold_parts, program % fold_groups, fold_groups, C, MEMBERS,
                 FOLD_CHANNELS, FOLDS_KEY_WEIGHT,
             )  # fmt: skip
@@ -292,12 +294,13 @@ def gather_kernel(
     image = program // (num_groups * num_parts)
     begin = tl.load(cu_old + image)
     end = tl.load(cu_old + image + 1)
+    new_begin = tl.load(cu_new + image).to(tl.int64)
     total = tl.load(cu_new + batch_size)
     for first in range(begin + part * ROWS, end, num_parts * ROWS):
         _move_rows(
-            x, source, size, key_weight, soft, kept, destination, merge_into, merge_weight, features, ids, new_size,
-            new_key_weight, new_soft, capacity, image, begin, end, first, group, num_groups, C, ROWS, CHANNELS,
-            MEMBERS, FOLDS_KEY_WEIGHT,
+            x, source, size, key_weight, soft, destination, merge_into, merge_weight, features, ids, new_size,
+            new_key_weight, new_soft, capacity, image, begin, end, new_begin, first, group, num_groups, C, ROWS,
+            CHANNELS, MEMBERS, FOLDS_KEY_WEIGHT,
         )  # fmt: skip
     _fill_dead(
         features, ids, new_size, new_key_weight, new_soft, capacity, batch_size, total, program // num_groups,

@@ -7,54 +7,47 @@ import triton.language as tl
 
 from prunevit.kernels.triton_parts import (
     begin,
+    dot_rows,
+    exact_log2,
     exponentiate,
     finite,
     load_tile,
     load_weights,
+    locate,
     mask_scores,
     store_tile,
     sum_as_used,
 )
 
 
-@triton.jit
-def _locate(cu_seqlens, num_rows, batch_size, num_tiles, H: tl.constexpr):
-    """Return (tile, head, is_dead, start, length) of a program; the tiles of one head are neighbours.
-
-    The rows beyond the last image form one more segment, which comes first: zeroing it is never the tail.
-    """
-    program = tl.program_id(0)
-    image = batch_size - program // (num_tiles * H)
-    is_dead = image == batch_size
-    start = tl.load(cu_seqlens + image)
-    stop = tl.load(cu_seqlens + image + 1, mask=image < batch_size, other=num_rows)
-    return program % num_tiles, program // num_tiles % H, is_dead, start.to(tl.int64), stop - start
-
-
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "num_tiles"])
 def forward_kernel(
-    q, cu_seqlens, out, num_rows, batch_size, num_tiles, k, v, key_weight, prefix, soft, row_stats,
+    q, cu_seqlens, out, num_rows, batch_size, num_tiles, k, v, key_weight, prefix, soft, row_stats, saved,
     PART: tl.constexpr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
     EXEMPT_SELF: tl.constexpr, EPS: tl.constexpr, PREFIX_ROWS: tl.constexpr, PREFIX_TILES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, ONE_PASS: tl.constexpr, TRIM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [T, H, D], and `prefix` [H, T, P] and `row_stats` [3, H, T] unless they are None.
+    """Write `out` [T, H, D], and what is not None of `prefix` [H, T, P], `row_stats` [3, H, T] and `saved`.
 
+    `saved` [1 or 2, H, T] is what the backward takes: probability_ij = w_ij 2 ** (s_ij / log(2) - saved_0i) +
+    saved_1i; the log-sum-exp and, if EPS > 0, the floor.
     The first PREFIX_TILES tiles of a head only report whom its prefix rows attend to.
     PART > 0: k and v are None, and lie PART and 2 PART elements behind q.
     """
     begin(OVERLAP)
-    tile, h, is_dead, start, length = _locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
+    tile, h, is_dead, start, length = locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
     out += start * (H * D) + h * D
     column = tl.cast(h, tl.int64) * num_rows + start  # of the image in a plane [H, T]
+    plane = tl.cast(num_rows, tl.int64) * H
     if PREFIX_ROWS > 0:
         prefix += column * PREFIX_ROWS
     if is_dead:
         _zero_dead_rows(
-            out, prefix, tile * BLOCK_M, num_tiles * BLOCK_M, length, H * D, D, BLOCK_M, BLOCK_D, PREFIX_ROWS
-        )
+            out, prefix, saved, column, plane, tile * BLOCK_M, num_tiles * BLOCK_M, length, H * D, D, BLOCK_M, BLOCK_D,
+            PREFIX_ROWS, EPS,
+        )  # fmt: skip
         return
 
     if PART > 0:
@@ -78,22 +71,26 @@ def forward_kernel(
     if first < length:
         if row_stats is not None:
             row_stats += column
-        plane = tl.cast(num_rows, tl.int64) * H
+        if saved is not None:
+            saved += column
         _attend(
-            q, k, v, key_weight, soft, out, row_stats, plane, first, length, Q_ROW, K_ROW, V_ROW, H * D, D, BLOCK_D,
-            BLOCK_M, BLOCK_N, PRE, POST, EXEMPT_SELF, EPS, TRIM,
+            q, k, v, key_weight, soft, out, row_stats, saved, plane, first, length, Q_ROW, K_ROW, V_ROW, H * D, D,
+            BLOCK_D, BLOCK_M, BLOCK_N, PRE, POST, EXEMPT_SELF, EPS, TRIM,
         )  # fmt: skip
 
 
 @triton.jit
 def _zero_dead_rows(
-    out, prefix, first, step, length, OUT_ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, PREFIX_ROWS: tl.constexpr,
+    out, prefix, saved, column, plane, first, step, length, OUT_ROW: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PREFIX_ROWS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     zero = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for dead in range(first, length, step):
         store_tile(out, zero, dead, length, OUT_ROW, D, BLOCK, BLOCK_D)
         row = dead + tl.arange(0, BLOCK)
+        if saved is not None:
+            for p in tl.static_range(2 if EPS > 0 else 1):
+                tl.store(saved + p * plane + column + row, tl.zeros([BLOCK], tl.float32), mask=row < length)
         for p in tl.static_range(PREFIX_ROWS):
             pointer = prefix + tl.cast(row, tl.int64) * PREFIX_ROWS + p
             tl.store(pointer, tl.zeros([BLOCK], tl.float32), mask=row < length)
@@ -101,7 +98,7 @@ def _zero_dead_rows(
 
 @triton.jit
 def _attend(
-    q, k, v, key_weight, soft, out, row_stats, plane, first, length,
+    q, k, v, key_weight, soft, out, row_stats, saved, plane, first, length,
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, OUT_ROW: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
     EXEMPT_SELF: tl.constexpr, EPS: tl.constexpr, TRIM: tl.constexpr,
@@ -117,7 +114,7 @@ def _attend(
     top = shift  # ... that EPS counts against
     total = tl.zeros([BLOCK_M], tl.float32)
     mass = total  # as `total`, unrounded
-    exact: tl.constexpr = row_stats is not None
+    exact: tl.constexpr = row_stats is not None or saved is not None
     full = length // BLOCK_N * BLOCK_N if TRIM else 0
     for first_key in range(0, full if TRIM else length, BLOCK_N):
         acc, v_sum, shift, top, total, mass = _step(
@@ -148,12 +145,18 @@ def _attend(
     if EPS > 0:
         acc += floor[:, None] * v_sum[None, :]
     store_tile(out, acc, first, length, OUT_ROW, D, BLOCK_M, BLOCK_D)
-    if row_stats is not None:
+    if exact:
         row = first + tl.arange(0, BLOCK_M)
+        shift = finite(shift, has_weights)
         scale, floor = _normaliser(shift, top, mass, length, EPS, has_weights)
-        tl.store(row_stats + row, finite(shift, has_weights), mask=row < length)
-        tl.store(row_stats + plane + row, scale, mask=row < length)
-        tl.store(row_stats + 2 * plane + row, floor, mask=row < length)
+        if saved is not None:
+            tl.store(saved + row, shift - exact_log2(scale), mask=row < length)
+            if EPS > 0:
+                tl.store(saved + plane + row, floor, mask=row < length)
+        if row_stats is not None:
+            tl.store(row_stats + row, shift, mask=row < length)
+            tl.store(row_stats + plane + row, scale, mask=row < length)
+            tl.store(row_stats + 2 * plane + row, floor, mask=row < length)
 
 
 @triton.jit
@@ -181,7 +184,7 @@ def _step(
     has_weights: tl.constexpr = key_weight is not None or soft is not None
     own, weight = load_weights(key_weight, soft, first_key, length, BLOCK_N)
     k_tile = load_tile(k, first_key, length, K_ROW, D, BLOCK_N, BLOCK_D, MASKED)
-    product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    product = dot_rows(q_tile, k_tile)
     score, weights = mask_scores(
         product,
         own,
@@ -276,7 +279,7 @@ def _scores(
     has_weights: tl.constexpr = key_weight is not None or soft is not None
     own, weight = load_weights(key_weight, soft, first_key, length, BLOCK_N)
     k_tile = load_tile(k, first_key, length, K_ROW, D, BLOCK_N, BLOCK_D, True)
-    product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    product = dot_rows(q_tile, k_tile)
     score, weights = mask_scores(
         product, own, weight, first, first_key, length, PRE, has_weights, EXEMPT_SELF, BLOCK_M, BLOCK_N, True
     )
@@ -295,7 +298,7 @@ def received_kernel(
     A program owns a tile of keys and sums over the queries in order, using what `forward_kernel` left in
     `row_stats`.
     """
-    tile, h, is_dead, start, length = _locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
+    tile, h, is_dead, start, length = locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
     column = tl.cast(h, tl.int64) * num_rows + start
     plane = tl.cast(num_rows, tl.int64) * H
     first_key = tile * BLOCK_N
@@ -322,7 +325,7 @@ def received_kernel(
     mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, length, BLOCK_M):
         q_tile = load_tile(q, first, length, Q_ROW, D, BLOCK_M, BLOCK_D, True)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        product = dot_rows(q_tile, k_tile)
         score, weights = mask_scores(
             product,
             own,

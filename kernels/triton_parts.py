@@ -21,6 +21,20 @@ def begin(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def locate(cu_seqlens, num_rows, batch_size, num_tiles, H: tl.constexpr):
+    """Return (tile, head, is_dead, start, length) of a program; the tiles of one head are neighbours.
+
+    The rows beyond the last image form one more segment, which comes first: zeroing it is never the tail.
+    """
+    program = tl.program_id(0)
+    image = batch_size - program // (num_tiles * H)
+    is_dead = image == batch_size
+    start = tl.load(cu_seqlens + image)
+    stop = tl.load(cu_seqlens + image + 1, mask=image < batch_size, other=num_rows)
+    return program % num_tiles, program // num_tiles % H, is_dead, start.to(tl.int64), stop - start
+
+
+@triton.jit
 def load_tile(
     rows, first, length, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
@@ -51,6 +65,22 @@ def store_tile(
     pointer = rows + tl.cast(first, tl.int64) * ROW + row[:, None] * ROW + lane[None, :]
     mask = (first + row < length)[:, None] & (lane < D)[None, :]
     tl.store(pointer, tile.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dot_rows(a, b):
+    """Return the products [M, N] of the rows of a [M, D] with those of b [N, D].
+
+    On plain cores (fp32) a sum over D is one chain of additions, whose error grows with its length: parts of 32
+    are summed apart.
+    """
+    if a.dtype == tl.float32 and a.shape[1] > 32:
+        a = tl.permute(tl.reshape(a, [a.shape[0], a.shape[1] // 32, 32]), [1, 0, 2])
+        b = tl.permute(tl.reshape(b, [b.shape[0], b.shape[1] // 32, 32]), [1, 2, 0])
+        product = tl.sum(tl.dot(a, b, input_precision="ieee"), 0)
+    else:
+        product = tl.dot(a, tl.trans(b), input_precision="ieee")
+    return product
 
 
 @triton.jit
@@ -107,6 +137,13 @@ def sum_as_used(p, dtype: tl.constexpr):
     if dtype == tl.float16:
         p = p.to(tl.float16).to(tl.float32)
     return tl.sum(p, 1)
+
+
+@triton.jit
+def exact_log2(x):
+    """Return log2, mended by one Newton step where the GPU's own is off by 1e-6."""
+    y = tl.log2(x)
+    return y + (x * tl.exp2(-y) - 1.0) * 1.4426950408889634
 
 
 @triton.jit

@@ -6,6 +6,7 @@ Both go by a uint32 key that orders as the score does and puts whatever cannot b
 # mypy: disable-error-code="no-untyped-def"
 
 import functools
+import struct
 
 import torch
 import triton
@@ -13,26 +14,46 @@ import triton.language as tl
 from torch import Tensor
 
 from prunevit.kernels.launch import Bound
+from prunevit.kernels.select_reference import Planes, flag_sizes, int_sizes
 
 RANK_BLOCK = 128
+_DOUBLE, _LONG = struct.Struct("<d"), struct.Struct("<q")
 
 
 def triton_select(
-    score: Tensor, batch_size: int, rows: int, prefix: int, count: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `select`; returns its planes (see `select.Planes`)."""
-    num_rows, device = score.shape[0], score.device
-    by_heads = score if score.dim() == 2 else score[:, None]
-    ints = torch.empty((3, num_rows), dtype=torch.int64, device=device)
-    floats = torch.empty((2, num_rows), dtype=torch.float32, device=device)
-    flags = torch.empty((2, num_rows), dtype=torch.bool, device=device)
-    bounds = torch.empty((2, batch_size + 1), dtype=torch.int32, device=device)
-    start = _bound_select(by_heads.shape[1], by_heads.stride(0), 1 << (rows - 1).bit_length())
+    score: Tensor,
+    cu_seqlens: Tensor | None,
+    eligible: Tensor | None,
+    each: Tensor | None,
+    batch_size: int,
+    rows: int,
+    prefix: int,
+    kind: str,
+    value: float,
+    least: int,
+    most: int,
+) -> Planes:
+    """Compute `select`; returns its planes (see `select_reference.Planes`)."""
+    num_rows = score.shape[0]
+    num_heads, row_stride, head_stride = 1, score.stride(0), 0
+    if score.dim() == 2:
+        num_heads, head_stride = score.shape[1], score.stride(1)
+    ints = score.new_empty(sum(int_sizes(num_rows, batch_size)), dtype=torch.int32)
+    flags = score.new_empty(sum(flag_sizes(num_rows)), dtype=torch.bool)
+    merge_into = score.new_empty(num_rows, dtype=torch.int64)
+    merge_weight = score.new_empty(num_rows, dtype=torch.float32)
+    each_stride = 0 if each is None else each.stride(0)
+    start = _bound_select(kind, num_heads, row_stride, each_stride, 1 << (rows - 1).bit_length())
+    # Triton would round a float to fp32; the bits of a double reach the kernel as they are.
+    (setting,) = _LONG.unpack(_DOUBLE.pack(value))
     start(
-        batch_size, by_heads, ints, floats, flags, bounds, num_rows, batch_size, rows, prefix, count,
-        by_heads.stride(1),
+        batch_size, score, ints, flags, merge_into, merge_weight, cu_seqlens,
+        None if eligible is None else eligible.contiguous(), each, num_rows, batch_size, rows, prefix, setting, least,
+        most, head_stride,
     )  # fmt: skip
-    return ints, floats, flags, bounds
+    if batch_size > 1 and not (kind == "count" and cu_seqlens is None and each is None and eligible is None):
+        _bound_bounds()(2, ints, num_rows, batch_size)
+    return ints, flags, merge_into, merge_weight
 
 
 def triton_rank(score: Tensor, eligible: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -47,10 +68,17 @@ def triton_rank(score: Tensor, eligible: Tensor, cu_seqlens: Tensor, max_seqlen:
 
 
 @functools.cache
-def _bound_select(num_heads: int, row_stride: int, block: int) -> Bound:
+def _bound_select(kind: str, num_heads: int, row_stride: int, each_stride: int, block: int) -> Bound:
     # Measured on an H200: one warp needs no barriers, but four have so much less to do each that they win.
     warps = 1 if block <= 32 else 4 if block <= 1024 else 8
-    return Bound(select_kernel, ROW=row_stride, H=num_heads, BLOCK=block, num_warps=warps)
+    return Bound(
+        select_kernel, ROW=row_stride, H=num_heads, EACH=each_stride, KIND=kind, BLOCK=block, num_warps=warps
+    )
+
+
+@functools.cache
+def _bound_bounds() -> Bound:
+    return Bound(bounds_kernel, BLOCK=512, num_warps=4)
 
 
 @functools.cache
@@ -68,24 +96,107 @@ def _key(score, can_be_selected):
 
 
 @triton.jit
+def _holding(score, key, is_patch, share):
+    """Count the fewest of the best patches that hold a share of the sum of all.
+
+    Bisection, between scores that are there, for the smallest one with less than the share above it.
+    """
+    mass = tl.where(is_patch & (score > 0.0), score, 0.0).to(tl.float64)
+    total = tl.sum(mass, 0)
+    low = tl.min(tl.where(is_patch, key, 0xFFFFFFFF), 0)
+    high = tl.max(key, 0)
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        above = tl.sum(tl.where(key > middle, mass, 0.0), 0)
+        if (above / total).to(tl.float32) < share:
+            high = tl.max(tl.where(key <= middle, key, 0), 0)
+        else:
+            low = tl.min(tl.where(key > middle, key, 0xFFFFFFFF), 0)
+    is_above = key > low
+    is_tied = is_patch & (key == low)
+    place = tl.cumsum(is_tied.to(tl.int32), 0) - 1
+    before = tl.sum(tl.where(is_above, mass, 0.0), 0) + tl.where(place > 0, place.to(tl.float64) * mass, 0.0)
+    is_needed = is_above | (is_tied & ((before / total).to(tl.float32) < share))
+    return tl.sum(is_needed.to(tl.int32), 0)
+
+
+@triton.jit
+def _left_by_prefix(score, is_live, column, prefix, target):
+    """Count the patches among the best `target` rows, prefix rows competing."""
+    key = _key(score, is_live)
+    left = target
+    for number in range(0, prefix):
+        own = tl.max(tl.where(column == number, key, 0), 0)
+        is_ahead = (key > own) | (is_live & (key == own) & (column < number))
+        wins = tl.sum(is_ahead.to(tl.int32), 0) < target
+        left -= wins.to(tl.int32)
+    return left
+
+
+@triton.jit
+def _count(score, key, is_patch, is_live, column, present, length, prefix, setting, KIND: tl.constexpr):
+    """Count the patches that a rule asks for; see `select.Rule`."""
+    if KIND == "count":
+        count = setting.to(tl.int32)
+    elif KIND == "ceil":
+        count = tl.ceil(setting * present.to(tl.float64)).to(tl.int32)
+    elif KIND == "floor":
+        count = tl.floor(setting * present.to(tl.float64)).to(tl.int32)
+    elif KIND == "mass":
+        count = _holding(score, key, is_patch, setting.to(tl.float32))
+    elif KIND == "rows":
+        target = tl.floor(setting * length.to(tl.float64)).to(tl.int32)
+        count = _left_by_prefix(score, is_live, column, tl.minimum(prefix, length), target)
+    else:
+        limit = setting
+        if KIND == "deviation":
+            number = present.to(tl.float64)
+            wide = tl.where(is_patch, score, 0.0).to(tl.float64)
+            mean = tl.sum(wide, 0) / number
+            away = tl.where(is_patch, wide - mean, 0.0)
+            limit = mean + setting * tl.sqrt(tl.sum(away * away, 0) / number)
+        if KIND == "maximum":
+            there = is_patch & (score == score)
+            limit = setting * tl.max(tl.where(there, score, float("-inf")), 0).to(tl.float64)
+        count = tl.sum((is_patch & (score >= limit.to(tl.float32))).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
 def _store_rows(
-    ints, floats, flags, num_rows, row, mask, destination, destination_fused, merge_into, merge_weight, mean,
-    keep, keep_fused,
+    ints, flags, merge_into, merge_weight, int_pitch, flag_pitch, row, mask, slot, slot_fused, into, weight, keep,
+    keep_fused,
 ):  # fmt: skip
-    plane = num_rows.to(tl.int64)
-    tl.store(ints + row, destination, mask=mask)
-    tl.store(ints + plane + row, destination_fused, mask=mask)
-    tl.store(ints + 2 * plane + row, merge_into, mask=mask)
-    tl.store(floats + row, merge_weight, mask=mask)
-    tl.store(floats + plane + row, mean, mask=mask)
+    tl.store(ints + row, slot, mask=mask)
+    tl.store(ints + int_pitch + row, slot_fused, mask=mask)
     tl.store(flags + row, keep, mask=mask)
-    tl.store(flags + plane + row, keep_fused, mask=mask)
+    tl.store(flags + flag_pitch + row, keep_fused, mask=mask)
+    tl.store(merge_into + row, into, mask=mask)
+    tl.store(merge_weight + row, weight, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "batch_size", "rows", "prefix", "count", "head_stride"])
+@triton.jit
+def _store_bounds(bounds, extent, image, batch_size, kept, IS_STATIC: tl.constexpr):
+    """Store where an image begins and ends, or, for `bounds_kernel` to add up, how many rows it keeps."""
+    if IS_STATIC:
+        bound = image + tl.arange(0, 2)  # the neighbour writes the same value
+        tl.store(bounds + bound, bound * kept)
+    else:
+        tl.store(bounds + image + 1, kept)
+        if image == 0:
+            tl.store(bounds, 0)
+    if image == 0:
+        tl.store(extent, batch_size * kept)
+        tl.store(extent + 1 + tl.arange(0, 2), tl.zeros([2], tl.int32) + kept)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "batch_size", "rows", "prefix", "value", "least", "most", "head_stride"]
+)
 def select_kernel(
-    score, ints, floats, flags, bounds, num_rows, batch_size, rows, prefix, count, head_stride,
-    ROW: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    score, ints, flags, merge_into, merge_weight, cu_seqlens, eligible, each, num_rows, batch_size, rows, prefix,
+    value, least, most, head_stride, ROW: tl.constexpr, H: tl.constexpr, EACH: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the planes of a `Selection`; a program holds the scores of one image.
 
@@ -95,8 +206,14 @@ def select_kernel(
     """
     image = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    row = image.to(tl.int64) * rows + column
-    is_live = column < rows
+    if cu_seqlens is None:
+        start, length, total = image.to(tl.int64) * rows, rows, batch_size * rows
+    else:
+        start = tl.load(cu_seqlens + image).to(tl.int64)
+        length = (tl.load(cu_seqlens + image + 1) - start).to(tl.int32)
+        total = tl.load(cu_seqlens + batch_size)
+    row = start + column
+    is_live = column < length
     mean = tl.zeros([BLOCK], tl.float32)
     for head in tl.static_range(H):
         head_score = score + head * head_stride.to(tl.int64) + row * ROW
@@ -104,7 +221,17 @@ def select_kernel(
     mean *= 1.0 / H
 
     is_patch = is_live & (column >= prefix)
+    if eligible is not None:
+        is_patch = is_patch & (tl.load(eligible + row, mask=is_live, other=0) != 0)
     key = _key(mean, is_patch)
+    present = tl.sum(is_patch.to(tl.int32), 0)
+    if each is None:
+        setting = value.to(tl.int64).to(tl.float64, bitcast=True)
+    else:
+        setting = tl.load(each + image * EACH).to(tl.float64)
+    count = _count(mean, key, is_patch, is_live, column, present, length, prefix, setting, KIND)
+    count = tl.minimum(tl.minimum(tl.maximum(count, least), most), present)
+
     low = tl.min(tl.where(is_patch, key, 0xFFFFFFFF), 0)
     high = tl.max(key, 0)
     reached = 0
@@ -118,36 +245,59 @@ def select_kernel(
     is_ahead = key > heir_key
     is_tied = is_patch & (key == heir_key)
     tied_rank = tl.sum(is_ahead.to(tl.int32), 0) + tl.cumsum(is_tied.to(tl.int32), 0) - 1
-    keep = (is_live & (column < prefix)) | is_ahead | (is_tied & (tied_rank < count))
+    is_prefix = is_live & (column < prefix)
+    keep = is_prefix | is_ahead | (is_tied & (tied_rank < count))
     is_heir = is_tied & (tied_rank == count)
-    has_heir = count < rows - prefix
+    has_heir = (count < present).to(tl.int32)
     heir = tl.sum(tl.where(is_heir, column, 0), 0)
     loses = is_patch & (keep == 0)
     keep_fused = keep | is_heir
 
-    kept = prefix + tl.minimum(count, rows - prefix)
-    kept_fused = kept + has_heir.to(tl.int32)
     slot = tl.cumsum(keep.to(tl.int32), 0) - 1
-    slot_fused = slot + (has_heir & (column >= heir)).to(tl.int32)
+    slot_fused = slot + tl.where(column >= heir, has_heir, 0)
+    int_pitch, flag_pitch = (num_rows + 3) // 4 * 4, (num_rows + 15) // 16 * 16
     _store_rows(
-        ints, floats, flags, num_rows, row, is_live,
-        tl.where(keep, image.to(tl.int64) * kept + slot, -1),
-        tl.where(keep_fused, image.to(tl.int64) * kept_fused + slot_fused, -1),
-        tl.where(loses, image.to(tl.int64) * rows + heir, row),
-        tl.where(loses, mean, 1.0), mean, keep, keep_fused,
+        ints, flags, merge_into, merge_weight, int_pitch, flag_pitch, row, is_live, tl.where(keep, slot, -1),
+        tl.where(keep_fused, slot_fused, -1),
+        tl.where(loses, start + heir, tl.where(is_prefix | is_patch, row, -1)),
+        tl.where(loses, mean, 1.0), keep, keep_fused,
     )  # fmt: skip
-    bound = image + tl.arange(0, 2)  # the neighbour writes the same value
-    tl.store(bounds + bound, bound * kept)
-    tl.store(bounds + batch_size + 1 + bound, bound * kept_fused)
+    kept = tl.minimum(prefix, length) + count
+    bounds, bound_pitch = ints + 2 * int_pitch.to(tl.int64), (batch_size + 4) // 4 * 4
+    extent = bounds + 2 * bound_pitch
+    is_static: tl.constexpr = KIND == "count" and cu_seqlens is None and eligible is None and each is None
+    _store_bounds(bounds, extent, image, batch_size, kept, is_static)
+    _store_bounds(bounds + bound_pitch, extent + 3, image, batch_size, kept + has_heir, is_static)
 
-    for first in range(batch_size * rows + image * BLOCK, num_rows, batch_size * BLOCK):
-        dead = first + column
-        none = tl.full([BLOCK], -1, tl.int64)
-        zero = tl.zeros([BLOCK], tl.float32)
+    for first in range(total + image * BLOCK, num_rows, batch_size * BLOCK):
+        dead = first + column.to(tl.int64)
+        none = tl.full([BLOCK], -1, tl.int32)
         nowhere = dead < 0
         _store_rows(
-            ints, floats, flags, num_rows, dead, dead < num_rows, none, none, none, zero + 1.0, zero, nowhere, nowhere
+            ints, flags, merge_into, merge_weight, int_pitch, flag_pitch, dead, dead < num_rows, none, none,
+            none.to(tl.int64), tl.full([BLOCK], 1.0, tl.float32), nowhere, nowhere,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "batch_size"])
+def bounds_kernel(ints, num_rows, batch_size, BLOCK: tl.constexpr):
+    """Add up the rows that each image keeps; one program does so with heirs, the other without."""
+    bound_pitch = (batch_size + 4) // 4 * 4
+    bounds = ints + 2 * ((num_rows + 3) // 4 * 4).to(tl.int64)
+    extent = bounds + 2 * bound_pitch + 3 * tl.program_id(0)
+    ends = bounds + bound_pitch * tl.program_id(0) + 1
+    total, longest, shortest = 0, 0, 0x7FFFFFFF
+    for first in range(0, batch_size, BLOCK):
+        image = first + tl.arange(0, BLOCK)
+        is_image = image < batch_size
+        kept = tl.load(ends + image, mask=is_image, other=0)
+        tl.store(ends + image, total + tl.cumsum(kept, 0), mask=is_image)
+        total += tl.sum(kept, 0)
+        longest = tl.maximum(longest, tl.max(kept, 0))
+        shortest = tl.minimum(shortest, tl.min(tl.where(is_image, kept, 0x7FFFFFFF), 0))
+    tl.store(extent, total)
+    tl.store(extent + 1, longest)
+    tl.store(extent + 2, shortest)
 
 
 @triton.jit

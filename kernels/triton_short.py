@@ -10,6 +10,8 @@ import triton.language as tl
 
 from prunevit.kernels.triton_parts import (
     begin,
+    dot_rows,
+    exact_log2,
     exponentiate,
     finite,
     load_tile,
@@ -22,14 +24,15 @@ from prunevit.kernels.triton_parts import (
 
 @triton.jit(do_not_specialize=["num_rows", "batch_size"])
 def short_kernel(
-    q, cu_seqlens, out, num_rows, batch_size, k, v, key_weight, prefix,
+    q, cu_seqlens, out, num_rows, batch_size, k, v, key_weight, prefix, saved,
     PART: tl.constexpr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
     PREFIX_ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [T, H, D], and `prefix` [H, T, P] unless it is None, for images of at most BLOCK_M rows.
+    """Write `out` [T, H, D], and `prefix` [H, T, P] and `saved` [1, H, T] unless they are None.
 
+    For images of at most BLOCK_M rows. `saved` as in `forward_kernel`.
     PIECES are the tiles (first key, keys) that all keys of an image fit into. PART: see `forward_kernel`.
     """
     begin(OVERLAP)
@@ -38,23 +41,23 @@ def short_kernel(
         v = q + 2 * PART
     if STAGES == 1:
         _take_head(
-            tl.program_id(0), q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, Q_ROW, Q_HEAD, K_ROW, K_HEAD,
-            V_ROW, V_HEAD, H, D, BLOCK_D, BLOCK_M, PIECES, PRE, POST, PREFIX_ROWS,
+            tl.program_id(0), q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, Q_ROW, Q_HEAD, K_ROW,
+            K_HEAD, V_ROW, V_HEAD, H, D, BLOCK_D, BLOCK_M, PIECES, PRE, POST, PREFIX_ROWS,
         )  # fmt: skip
     else:
         for unit in tl.range(tl.program_id(0), batch_size * H, tl.num_programs(0), num_stages=STAGES):
             _take_head(
-                unit, q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, Q_ROW, Q_HEAD, K_ROW, K_HEAD,
-                V_ROW, V_HEAD, H, D, BLOCK_D, BLOCK_M, PIECES, PRE, POST, PREFIX_ROWS,
+                unit, q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, Q_ROW, Q_HEAD, K_ROW,
+                K_HEAD, V_ROW, V_HEAD, H, D, BLOCK_D, BLOCK_M, PIECES, PRE, POST, PREFIX_ROWS,
             )  # fmt: skip
     _zero_dead_rows(
-        out, prefix, tl.load(cu_seqlens + batch_size), num_rows, H, D, BLOCK_M, BLOCK_D, PREFIX_ROWS
+        out, prefix, saved, tl.load(cu_seqlens + batch_size), num_rows, H, D, BLOCK_M, BLOCK_D, PREFIX_ROWS
     )
 
 
 @triton.jit
 def _take_head(
-    unit, q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr,
+    unit, q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr,
     K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, PRE: tl.constexpr,
     POST: tl.constexpr, PREFIX_ROWS: tl.constexpr,
@@ -76,11 +79,18 @@ def _take_head(
         k_tiles += (load_tile(k, PIECES[i][0], length, K_ROW, D, PIECES[i][1], BLOCK_D, True),)
         v_tiles += (load_tile(v, PIECES[i][0], length, V_ROW, D, PIECES[i][1], BLOCK_D, True),)
 
-    acc, total = _attend(q_tile, k_tiles, v_tiles, key_weight, length, BLOCK_M, PIECES, PRE, POST)
+    acc, total, mass, shift = _attend(
+        q_tile, k_tiles, v_tiles, key_weight, length, BLOCK_M, PIECES, PRE, POST
+    )
     acc *= (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     store_tile(out + start * (H * D) + h * D, acc, 0, length, H * D, D, BLOCK_M, BLOCK_D)
+    column = tl.cast(h, tl.int64) * num_rows + start  # of the image in a plane [H, T]
+    if saved is not None:
+        row = tl.arange(0, BLOCK_M)
+        log_sum = shift + exact_log2(tl.where(mass > 0.0, mass, 1.0))
+        tl.store(saved + column + row, log_sum, mask=row < length)
     if PREFIX_ROWS > 0:
-        prefix += (tl.cast(h, tl.int64) * num_rows + start) * PREFIX_ROWS
+        prefix += column * PREFIX_ROWS
         _report_prefix(
             q, k_tiles, key_weight, prefix, length, Q_ROW, D, BLOCK_D, PIECES, PRE, POST, PREFIX_ROWS
         )
@@ -91,14 +101,14 @@ def _attend(
     q_tile, k_tiles, v_tiles, key_weight, length, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, PRE: tl.constexpr,
     POST: tl.constexpr,
 ):  # fmt: skip
-    """Return sum_j p_ij v_j [M, D] and sum_j p_ij [M]."""
+    """Return sum_j p_ij v_j [M, D]; sum_j p_ij [M], rounded and not; and what p counts against [M]."""
     has_weights: tl.constexpr = key_weight is not None
     scores = ()
     weights = ()
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for i in tl.static_range(len(PIECES)):
         _, weight = load_weights(key_weight, None, PIECES[i][0], length, PIECES[i][1])
-        product = tl.dot(q_tile, tl.trans(k_tiles[i]), input_precision="ieee")
+        product = dot_rows(q_tile, k_tiles[i])
         score, weight = mask_scores(
             product,
             weight,
@@ -120,11 +130,13 @@ def _attend(
     dtype: tl.constexpr = q_tile.dtype
     acc = tl.zeros(q_tile.shape, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    mass = total
     for i in tl.static_range(len(PIECES)):
         p = exponentiate(scores[i], weights[i], shift, POST, has_weights)
         total += sum_as_used(p, dtype)
+        mass += tl.sum(p, 1)  # left out by the compiler where nobody wants it
         acc = tl.dot(p.to(dtype), v_tiles[i], acc, input_precision="ieee")
-    return acc, total
+    return acc, total, mass, shift
 
 
 @triton.jit
@@ -160,7 +172,7 @@ def _report_prefix(
 
 @triton.jit
 def _zero_dead_rows(
-    out, prefix, stop, num_rows, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, prefix, saved, stop, num_rows, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     PREFIX_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Zero the rows behind the last image; each program takes its share."""
@@ -169,6 +181,9 @@ def _zero_dead_rows(
     for first in range(stop + tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
         for h in range(H):
             store_tile(out + h * D, zero, first, num_rows, H * D, D, BLOCK, BLOCK_D)
+            if saved is not None:
+                pointer = saved + tl.cast(h, tl.int64) * num_rows + first + row
+                tl.store(pointer, tl.zeros([BLOCK], tl.float32), mask=first + row < num_rows)
             for p in tl.static_range(PREFIX_ROWS):
                 pointer = prefix + (tl.cast(h, tl.int64) * num_rows + first + row) * PREFIX_ROWS + p
                 tl.store(pointer, tl.zeros([BLOCK], tl.float32), mask=first + row < num_rows)

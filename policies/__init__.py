@@ -2,6 +2,11 @@
 
 import difflib
 import importlib
+import importlib.util
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
 
 from prunevit.policies.ats import ATS
 from prunevit.policies.cross import Cross
@@ -71,21 +76,27 @@ def resolve(name: str) -> type[PruningPolicy]:
     """Find a policy class.
 
     Args:
-        name: A name of `POLICIES`, or "package.module:Class" for a class anywhere on the path.
+        name: A name of `POLICIES`, "package.module:Class" for a class anywhere on the path, or "folder/file.py:Class".
 
     Raises:
         ValueError: If there is no such policy; names the nearest one.
     """
     if name in POLICIES:
         return POLICIES[name]
-    module_name, colon, class_name = name.partition(":")
+    module_name, colon, class_name = name.rpartition(":")
     if not colon:
         close = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f'policy: must be one of {", ".join(POLICIES)} or "module:Class", got "{name}"; try "{close}"'
+            f'policy: must be one of {", ".join(POLICIES)}, "module:Class" or "file.py:Class", got "{name}"; '
+            f'try "{close}"'
         )
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        module = _module(module_name)
+        if not hasattr(module, class_name):
+            raise AttributeError(
+                f"no {class_name!r} in {module_name}; policies there: {_policies_of(module)}"
+            )
+        found = getattr(module, class_name)
     except (Exception, SystemExit) as error:  # the user's module may do anything
         what = (
             error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
@@ -94,3 +105,30 @@ def resolve(name: str) -> type[PruningPolicy]:
     if not (isinstance(found, type) and issubclass(found, PruningPolicy)):
         raise ValueError(f'policy: "{name}" must be a subclass of prunevit.PruningPolicy, got {found!r}')
     return found
+
+
+def _policies_of(module: ModuleType) -> str:
+    classes = [each for each in vars(module).values() if isinstance(each, type)]
+    own = [each for each in classes if issubclass(each, PruningPolicy) and each.__module__ == module.__name__]
+    return ", ".join(each.__name__ for each in own) or "none"
+
+
+def _module(name: str) -> ModuleType:
+    """Import a module by its name, or by the file that holds it: once, so that its classes stay the same."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = Path(name).resolve()
+    # The stem alone could be that of another module: random.py, or a file of the same name in another folder.
+    own = f"{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
+    if own in sys.modules:
+        return sys.modules[own]
+    spec = importlib.util.spec_from_file_location(own, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"no file {name}")
+    module = sys.modules[own] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[own]
+        raise
+    return module

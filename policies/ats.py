@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prunevit.checks import check_whole, check_word
 from prunevit.keepmask import KeepMask, sample
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens, score_needs
 
 
@@ -33,7 +34,7 @@ class ATS(PruningPolicy):
     def __init__(
         self,
         budget: float | Sequence[float] | None = None,
-        layers: Sequence[int] | str = "3:",
+        layers: Layers = "3:",
         variant: str = "official",
         score_source: str = "cls",
         min_rows: int = 8,
@@ -50,13 +51,12 @@ class ATS(PruningPolicy):
             min_rows: Rows that no budget goes below; of the variant "official".
 
         Raises:
-            ValueError: If the variant is not known, or does not go with the budget.
+            ValueError: If the variant is not known or does not go with the budget, or `min_rows` is not positive.
         """
         super().__init__(budget, layers, compound=variant == "token_reduction")
-        if variant not in ("official", "token_reduction"):
-            raise ValueError(f'ATS: variant must be "official" or "token_reduction", got "{variant}"')
-        shares = self.knob_value if isinstance(self.knob_value, tuple) else (self.knob_value,)
-        if variant == "token_reduction" and not all(share is not None and share <= 1 for share in shares):
+        check_word("ATS", "variant", variant, ("official", "token_reduction"))
+        check_whole("ATS", "min_rows", min_rows, 1)
+        if variant == "token_reduction" and (not self.knob_values or max(self.knob_values) > 1):
             raise ValueError(f'ATS: budget must be in (0, 1] for variant="token_reduction", got {budget}')
         self.needs = score_needs("ATS", score_source)
         self.variant, self.score_source, self.min_rows = variant, score_source, min_rows

@@ -5,14 +5,15 @@ It shows what a score is worth apart from the count it was published with. The f
 included. Nothing is fused or merged.
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from prunevit.checks import check_seed
 from prunevit.keepmask import KeepMask, top_k
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import Layers, ModelInfo, PruningPolicy
+from prunevit.settings import construct, settings_of
 from prunevit.tokens import AttentionState, RaggedTokens
 
 
@@ -26,7 +27,7 @@ class Cross(PruningPolicy):
         self,
         score: str | Mapping[str, Any] | PruningPolicy = "evit",
         count: str | Mapping[str, Any] | PruningPolicy = "ats",
-        layers: Sequence[int] | str = (3, 6, 9),
+        layers: Layers = (3, 6, 9),
         seed: int = 0,
     ) -> None:
         """Choose the two.
@@ -42,6 +43,7 @@ class Cross(PruningPolicy):
             ValueError: If a name or a setting is not known, or `score` does not rank patches.
         """
         super().__init__(None, layers)
+        check_seed("Cross", seed)
         self.which = _built("score", score, self._layers_given, seed)
         self.number = _built("count", count, self._layers_given, seed)
         if type(self.which).score is PruningPolicy.score:
@@ -92,7 +94,7 @@ class Cross(PruningPolicy):
 
 
 def _built(
-    role: str, policy: str | Mapping[str, Any] | PruningPolicy, layers: Sequence[int] | str, seed: int
+    role: str, policy: str | Mapping[str, Any] | PruningPolicy, layers: Layers, seed: int
 ) -> PruningPolicy:
     """The policy itself, or the one that a name and its settings stand for."""
     # The table of names holds this class too.
@@ -100,15 +102,16 @@ def _built(
 
     if isinstance(policy, PruningPolicy):
         return policy
-    settings = {"name": policy} if isinstance(policy, str) else dict(policy)
-    if "name" not in settings:
+    settings = {"name": policy} if isinstance(policy, str) else policy
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
         raise ValueError(f"Cross: {role} must have a name, got {settings}")
+    settings = dict(settings)
     cls = resolve(settings.pop("name"))
-    known = inspect.signature(cls).parameters
+    known = settings_of(cls)
     unknown = settings.keys() - known.keys() | ({"layers"} & settings.keys())
     if unknown or "layers" not in known:
         raise ValueError(
             f"Cross: {role} must be a policy with layers, and settings of {cls.__name__} other than those, "
             f"got {sorted(unknown) or 'none'}"
         )
-    return cls(**{**({"seed": seed} if "seed" in known else {}), **settings, "layers": layers})
+    return construct(cls, {**({"seed": seed} if "seed" in known else {}), **settings, "layers": layers})

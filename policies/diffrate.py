@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from prunevit.checks import check_whole
 from prunevit.folding import merge, nearest
 from prunevit.keepmask import KeepMask, top_k
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens, score_needs
 
 DEIT_SMALL_PRUNE = (197, 196, 190, 168, 150, 139, 129, 117, 99, 78, 58, 3)
@@ -33,7 +34,7 @@ class DiffRate(PruningPolicy):
         self,
         prune_counts: Sequence[int] = DEIT_SMALL_PRUNE,
         merge_counts: Sequence[int] = DEIT_SMALL_MERGE,
-        layers: Sequence[int] | str = ":",
+        layers: Layers = ":",
         score_source: str = "cls",
     ) -> None:
         """Set the schedule.
@@ -41,13 +42,19 @@ class DiffRate(PruningPolicy):
         Args:
             prune_counts: Rows left by pruning at each layer, CLS included and other prefix tokens not; a count above
                 what is there prunes nothing.
-            merge_counts: Rows then left by merging, counted alike.
+            merge_counts: Rows then left by merging, counted alike; likewise.
             layers: Blocks after whose attention it acts.
             score_source: "cls", "prefix" (mean over all prefix tokens) or "received" (mean over all queries).
+
+        Raises:
+            ValueError: If a count is not a whole number from 1 on.
         """
         super().__init__(None, layers)
         self.needs = score_needs("DiffRate", score_source)
         self.prune_counts, self.merge_counts = tuple(prune_counts), tuple(merge_counts)
+        for name, counts in (("prune_counts", self.prune_counts), ("merge_counts", self.merge_counts)):
+            for count in counts:
+                check_whole("DiffRate", name, count, 1)
         self.score_source = score_source
 
     def setup(self, info: ModelInfo) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from prunevit.checks import check_counting, check_seed, check_whole
 from prunevit.draws import keyed_uniform
 from prunevit.folding import merge
 from prunevit.keepmask import KeepMask, keep_everything, top_k
 from prunevit.policies.kmedoids import patch_distances
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
 
@@ -33,7 +34,7 @@ class DPCKNN(PruningPolicy):
     def __init__(
         self,
         keep_rate: float | Sequence[float] = 0.7,
-        layers: Sequence[int] | str = (3, 6, 9),
+        layers: Layers = (3, 6, 9),
         neighbours: int = 5,
         learned_weight: bool = False,
         seed: int = 0,
@@ -52,9 +53,15 @@ class DPCKNN(PruningPolicy):
             seed: Of the noise that breaks ties.
             rounding: "ceil" or "floor".
             of: Fraction of the "current" or of the "initial" patches.
-            compound: Whether the rates of the stages multiply.
+            compound: Whether the rates of the stages multiply; goes with `of="initial"`.
+
+        Raises:
+            ValueError: If a setting is not one of those, or contradicts another.
         """
         super().__init__(keep_rate, layers, compound)
+        check_counting("DPCKNN", rounding, of, compound)
+        check_whole("DPCKNN", "neighbours", neighbours, 1)
+        check_seed("DPCKNN", seed)
         self.neighbours, self.learned_weight, self.seed = neighbours, learned_weight, seed
         self.rounding, self.of = rounding, of
         self.scorers = nn.ModuleList()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gumbel_softmax, kl_div
 
+from prunevit.checks import check_number, check_word
 from prunevit.keepmask import KeepMask, threshold, top_k
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 from prunevit.trace import Stage, Trace
 
@@ -32,7 +33,7 @@ class DynamicViT(PruningPolicy):
     def __init__(
         self,
         keep_rate: float | Sequence[float] = 0.7,
-        layers: Sequence[int] | str = (3, 6, 9),
+        layers: Layers = (3, 6, 9),
         rule: str = "count",
         threshold: float = 0.5,
         ratio_weight: float = 2.0,
@@ -51,11 +52,17 @@ class DynamicViT(PruningPolicy):
             softmax_eps: Constant of the softmax in training.
 
         Raises:
-            ValueError: If the rule is another word.
+            ValueError: If the rule is another word, the threshold lies outside [0, 1], or another number is negative.
         """
         super().__init__(keep_rate, layers, compound=True)
-        if rule not in ("count", "threshold"):
-            raise ValueError(f'DynamicViT: rule must be "count" or "threshold", got "{rule}"')
+        check_word("DynamicViT", "rule", rule, ("count", "threshold"))
+        check_number("DynamicViT", "threshold", threshold, 0, 1)
+        for name, value in (
+            ("ratio_weight", ratio_weight),
+            ("distill_weight", distill_weight),
+            ("softmax_eps", softmax_eps),
+        ):
+            check_number("DynamicViT", name, value, 0)
         self.rule, self.threshold = rule, threshold
         self.ratio_weight, self.distill_weight = ratio_weight, distill_weight
         self.softmax_eps = softmax_eps

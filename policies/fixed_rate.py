@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prunevit.checks import check_counting, check_word
 from prunevit.keepmask import KeepMask, top_k
-from prunevit.policy import PruningPolicy
+from prunevit.policy import Layers, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
 
@@ -25,7 +26,7 @@ class FixedRate(PruningPolicy):
     def __init__(
         self,
         keep_rate: float | Sequence[float] = 0.7,
-        layers: Sequence[int] | str = (3, 6, 9),
+        layers: Layers = (3, 6, 9),
         pattern: str = "grid",
         rounding: str = "floor",
         of: str = "initial",
@@ -39,14 +40,14 @@ class FixedRate(PruningPolicy):
             pattern: "grid" (evenly strewn) or "center" (nearest to the middle).
             rounding: "ceil" or "floor".
             of: Fraction of the "current" or of the "initial" patches.
-            compound: Whether the rates of the stages multiply.
+            compound: Whether the rates of the stages multiply; goes with `of="initial"`.
 
         Raises:
-            ValueError: If the pattern is another word.
+            ValueError: If the pattern or a count convention is another word, or those contradict each other.
         """
         super().__init__(keep_rate, layers, compound)
-        if pattern not in ("grid", "center"):
-            raise ValueError(f'FixedRate: pattern must be "grid" or "center", got "{pattern}"')
+        check_counting("FixedRate", rounding, of, compound)
+        check_word("FixedRate", "pattern", pattern, ("grid", "center"))
         self.pattern, self.rounding, self.of = pattern, rounding, of
 
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:

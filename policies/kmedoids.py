@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from prunevit.checks import check_counting, check_whole
 from prunevit.keepmask import KeepMask, top_k
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
 
@@ -32,7 +33,7 @@ class KMedoids(PruningPolicy):
     def __init__(
         self,
         keep_rate: float | Sequence[float] = 0.7,
-        layers: Sequence[int] | str = (3, 6, 9),
+        layers: Layers = (3, 6, 9),
         iterations: int = 3,
         rounding: str = "floor",
         of: str = "initial",
@@ -46,9 +47,14 @@ class KMedoids(PruningPolicy):
             iterations: Turns.
             rounding: "ceil" or "floor".
             of: Fraction of the "current" or of the "initial" patches.
-            compound: Whether the rates of the stages multiply.
+            compound: Whether the rates of the stages multiply; goes with `of="initial"`.
+
+        Raises:
+            ValueError: If a setting is not one of those, or contradicts another.
         """
         super().__init__(keep_rate, layers, compound)
+        check_counting("KMedoids", rounding, of, compound)
+        check_whole("KMedoids", "iterations", iterations, 0)
         self.iterations, self.rounding, self.of = iterations, rounding, of
 
     def setup(self, info: ModelInfo) -> None:

@@ -2,10 +2,10 @@
 
 Differs from the authors' code: images of a batch may keep different numbers (there, evaluation needs batches of one);
 a value equal to the prune threshold stays; an image always keeps a patch in evaluation; distillation and register
-tokens neither merge nor leave. The authors train with SGD, the model frozen, and clip the thresholds to [0, 1] after
-each step, which is for the optimiser's owner to do; `softmax_eps=1e-5` is theirs.
+tokens neither merge nor leave. The authors train with SGD, the model frozen; `softmax_eps=1e-5` is theirs.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from prunevit.checks import check_number
 from prunevit.folding import merge, nearest
 from prunevit.keepmask import KeepMask, threshold
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 from prunevit.trace import Trace
 
@@ -34,7 +35,7 @@ class LTMP(PruningPolicy):
         self,
         merge_threshold: float | Sequence[float] = 0.9,
         prune_threshold: float | Sequence[float] = 0.0,
-        layers: Sequence[int] | str = ":",
+        layers: Layers = ":",
         tau: float = 0.1,
         target: float | None = None,
         target_weight: float = 10.0,
@@ -50,11 +51,21 @@ class LTMP(PruningPolicy):
             target: Fraction of the unpruned model's FLOPs that training aims at; None: no such loss.
             target_weight: Weight of that loss.
             softmax_eps: Constant of the softmax in training.
+
+        Raises:
+            ValueError: If one of them is no finite number, negative where that makes no sense, or `tau` is 0.
         """
         super().__init__(merge_threshold, layers)
         self.prune_threshold = (
             tuple(prune_threshold) if isinstance(prune_threshold, Sequence) else prune_threshold
         )
+        for each in self.prune_threshold if isinstance(self.prune_threshold, tuple) else (prune_threshold,):
+            check_number("LTMP", "prune_threshold", each)
+        check_number("LTMP", "tau", tau, sys.float_info.min)
+        if target is not None:
+            check_number("LTMP", "target", target, 0, 1)
+        check_number("LTMP", "target_weight", target_weight, 0)
+        check_number("LTMP", "softmax_eps", softmax_eps, 0)
         self.tau, self.target, self.target_weight = tau, target, target_weight
         self.softmax_eps = softmax_eps
         self.merge_thresholds = nn.Parameter(torch.empty(0))
@@ -130,6 +141,12 @@ class LTMP(PruningPolicy):
             flops = flops + 4 * share * n * width**2
         ratio = flops / (self.depth * (6 * n * width**2 + n**2 * width))
         return {"flops": self.target_weight * (ratio - self.target).square()}
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Keep the thresholds between 0 and 1, as the authors do."""
+        self.merge_thresholds.clamp_(0, 1)
+        self.prune_thresholds.clamp_(0, 1)
 
     def macs(self, counts: Tensor) -> Tensor:
         """The products of A with B."""

@@ -10,7 +10,7 @@ class NoPruning(PruningPolicy):
 
     def __init__(self) -> None:
         """Act at no layer."""
-        super().__init__(None, ())
+        super().__init__(None, None)
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep every row."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prunevit.keepmask import KeepMask, keep_everything, top_k
-from prunevit.policy import PruningPolicy
+from prunevit.policy import Layers, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
 
@@ -21,7 +21,7 @@ class PatchDropout(PruningPolicy):
     site = "before_block"
     stochastic = True
 
-    def __init__(self, prob: float | Sequence[float] = 0.5, layers: Sequence[int] | str = (0,)) -> None:
+    def __init__(self, prob: float | Sequence[float] = 0.5, layers: Layers = (0,)) -> None:
         """Choose the share.
 
         Args:
@@ -32,7 +32,7 @@ class PatchDropout(PruningPolicy):
             ValueError: If it lies outside [0, 1).
         """
         super().__init__(prob, layers)
-        if not all(0 <= value < 1 for value in (prob if isinstance(prob, Sequence) else [prob])):
+        if not all(0 <= value < 1 for value in self.knob_values):
             raise ValueError(f"PatchDropout: prob must be in [0, 1), got {prob}")
 
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:

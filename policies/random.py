@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prunevit.checks import check_counting, check_seed
 from prunevit.draws import keyed_uniform
 from prunevit.keepmask import KeepMask, top_k
-from prunevit.policy import PruningPolicy
+from prunevit.policy import Layers, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
 
@@ -25,7 +26,7 @@ class RandomPruning(PruningPolicy):
     def __init__(
         self,
         keep_rate: float | Sequence[float] = 0.7,
-        layers: Sequence[int] | str = (3, 6, 9),
+        layers: Layers = (3, 6, 9),
         seed: int = 0,
         shared: bool = False,
         rounding: str = "ceil",
@@ -42,8 +43,13 @@ class RandomPruning(PruningPolicy):
             rounding: "ceil" or "floor".
             of: Fraction of the "current" or of the "initial" patches.
             compound: Whether the rates of the stages multiply; goes with `of="initial"`.
+
+        Raises:
+            ValueError: If a setting is not one of those, or contradicts another.
         """
         super().__init__(keep_rate, layers, compound)
+        check_counting("RandomPruning", rounding, of, compound)
+        check_seed("RandomPruning", seed)
         self.seed, self.shared, self.rounding, self.of = seed, shared, rounding, of
 
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:

@@ -9,7 +9,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from prunevit.checks import require
+from prunevit.checks import check_whole, require
 from prunevit.keepmask import KeepMask
 from prunevit.policy import PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
@@ -39,6 +39,7 @@ class Replay(PruningPolicy):
         Raises:
             ValueError: If the trace holds no stage of that policy.
         """
+        check_whole("Replay", "policy", policy, 0)
         trace = trace if isinstance(trace, Trace) else Trace.load(trace)
         self.stages = {stage.layer: stage for stage in trace.stages if stage.policy == policy}
         if not self.stages:

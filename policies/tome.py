@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from prunevit.checks import check_number, check_whole
 from prunevit.folding import merge, nearest
 from prunevit.keepmask import KeepMask, rank
-from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
 
@@ -31,7 +32,7 @@ class ToMe(PruningPolicy):
     def __init__(
         self,
         r: int | Sequence[int] = 13,
-        layers: Sequence[int] | str = ":",
+        layers: Layers = ":",
         inflection: float = 0.0,
         prop_attn: bool = True,
     ) -> None:
@@ -43,8 +44,14 @@ class ToMe(PruningPolicy):
             inflection: Slope of the schedule: from `r * (1 - inflection)` in the first to `r * (1 + inflection)` in
                 the last layer.
             prop_attn: Weigh each key by how many patches it stands for (proportional attention).
+
+        Raises:
+            ValueError: If `r` is negative or no whole number, or the inflection lies outside [-1, 1].
         """
         super().__init__(r, layers)
+        for each in self.knob_values:
+            check_whole("ToMe", "r", each, 0)
+        check_number("ToMe", "inflection", inflection, -1, 1)
         self.inflection, self.prop_attn = inflection, prop_attn
 
     def rate(self, layer: int) -> int:
@@ -80,7 +87,7 @@ class ToMe(PruningPolicy):
 
     def _number(self, tokens: RaggedTokens, layer: int) -> tuple[int | Tensor, int | None]:
         """Rows to merge, for all images or for each row's image, and the rows then left if the host knows them."""
-        r = self.rate(layer)
+        r = min(self.rate(layer), tokens.max_seqlen)
         if tokens.uniform:
             number = max(0, min(r, (tokens.max_seqlen - tokens.num_prefix_tokens) // 2))
             return number, tokens.max_seqlen - number

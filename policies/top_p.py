@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from prunevit.checks import check_limits
 from prunevit.keepmask import KeepMask, top_p
-from prunevit.policy import PruningPolicy
+from prunevit.policy import Layers, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens, score_needs
 
 
@@ -21,7 +22,7 @@ class TopP(PruningPolicy):
     def __init__(
         self,
         p: float | Sequence[float] = 0.9,
-        layers: Sequence[int] | str = (3, 6, 9),
+        layers: Layers = (3, 6, 9),
         score_source: str = "cls",
         min_keep: int = 1,
         max_keep: int | None = None,
@@ -34,15 +35,19 @@ class TopP(PruningPolicy):
             score_source: "cls", "prefix" (mean over all prefix tokens) or "received" (mean over all queries).
             min_keep: Patches that every image keeps.
             max_keep: Patches that no image exceeds.
+
+        Raises:
+            ValueError: If the bounds are no counts, or cross.
         """
         super().__init__(p, layers)
+        check_limits(type(self).__name__, min_keep, max_keep)
         self.needs = score_needs(type(self).__name__, score_source)
         self.score_source, self.min_keep, self.max_keep = score_source, min_keep, max_keep
 
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
-        """Attention that a row gets."""
+        """Attention that a row gets, by head."""
         assert attention is not None
-        return attention.score(self.score_source)
+        return attention.by_head(self.score_source)
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep the share."""

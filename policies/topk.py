@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from prunevit.checks import check_counting
 from prunevit.keepmask import KeepMask, top_k
-from prunevit.policy import PruningPolicy
+from prunevit.policy import Layers, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens, score_needs
 
 
@@ -23,7 +24,7 @@ class TopK(PruningPolicy):
     def __init__(
         self,
         keep_rate: float | Sequence[float] = 0.7,
-        layers: Sequence[int] | str = (3, 6, 9),
+        layers: Layers = (3, 6, 9),
         score_source: str = "cls",
         rounding: str = "ceil",
         of: str = "current",
@@ -38,8 +39,12 @@ class TopK(PruningPolicy):
             rounding: "ceil" or "floor".
             of: Fraction of the "current" or of the "initial" patches.
             compound: Whether the rates of the stages multiply; goes with `of="initial"`.
+
+        Raises:
+            ValueError: If a setting is not one of those, or contradicts another.
         """
         super().__init__(keep_rate, layers, compound)
+        check_counting(type(self).__name__, rounding, of, compound)
         self.needs = score_needs(type(self).__name__, score_source)
         self.score_source, self.rounding, self.of = score_source, rounding, of
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from prunevit.keepmask import KeepMask, rank
-from prunevit.kernels.select import mean_over_heads
+from prunevit.kernels.select_reference import mean_over_heads
 from prunevit.tokens import RaggedTokens
 
 
@@ -27,7 +27,7 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
         ValueError: If `mask` already folds rows.
 
     Cost:
-        None if `mask` comes from `top_k` of the same score on a uniform batch; else one `rank`.
+        None if `mask` comes from a verb that selected by the same score; else one `rank`.
     """
     if mask.merge_into is not None:
         raise ValueError(
@@ -35,13 +35,14 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
         )
     if mask.rows_per_image is not None and mask.rows_per_image == tokens.max_seqlen:
         return mask
-    if mask.selection is not None and mask.rows_per_image is not None:
+    rows_per_image = None if mask.rows_per_image is None else mask.rows_per_image + 1
+    if mask.selection is not None:
         by, chosen = mask.selection
         if by is score and mask.keep is chosen.keep:
             return replace(
                 mask,
                 keep=chosen.keep_fused,
-                rows_per_image=mask.rows_per_image + 1,
+                rows_per_image=rows_per_image,
                 merge_into=chosen.merge_into,
                 merge_weight=chosen.merge_weight,
             )
@@ -55,7 +56,7 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
     return replace(
         mask,
         keep=keep,
-        rows_per_image=None if mask.rows_per_image is None else mask.rows_per_image + 1,
+        rows_per_image=rows_per_image,
         merge_into=torch.where(losers, heir_of_image[tokens.image_id], torch.where(keep, rows, -1)),
         merge_weight=torch.where(losers, score, torch.ones_like(score)),
     )

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from prunevit.kernels.select import Selection, mean_over_heads, select
+from prunevit.kernels.select import Rule, Selection, select
 from prunevit.kernels.select import rank as rank_rows
+from prunevit.kernels.select_reference import mean_over_heads
 from prunevit.tokens import RaggedTokens
 
 
@@ -31,8 +32,8 @@ class KeepMask:
         soft: Training only: the whole new soft mask, `[T]`. With it no row leaves: rows may still be reordered, and
             heirs still take up what is folded into them.
         aux: Tensors for the policy's own losses.
-        selection: The score that the rows were selected by, and what the kernel made of it, if one did: `fuse` and
-            `pack` need not find out again. It says nothing once `keep` is another tensor than the kernel's.
+        selection: The score that the rows were selected by, and all that selecting them found out: `fuse` and `pack`
+            need not find out again. It says nothing once `keep` is another tensor than the selection's.
     """
 
     keep: Tensor
@@ -45,6 +46,9 @@ class KeepMask:
     soft: Tensor | None = None
     aux: Mapping[str, Tensor] = field(default_factory=dict)
     selection: tuple[Tensor, Selection] | None = None
+
+
+_RELATIVE = {None: "score", "deviation": "deviation", "maximum": "maximum"}
 
 
 def keep_everything(tokens: RaggedTokens) -> KeepMask:
@@ -114,39 +118,35 @@ def top_k(
         rate: Fraction of the patches to keep; or give `count`.
         count: Patches to keep in each image: a number, or int `[B]`.
         rounding: "ceil" or "floor" of `rate` times the patches.
-        of: "current" (the patches present now, a fused one included) or "initial" (those of the grid).
+        of: "current" (the patches present now, a fused one included) or "initial" (those of the grid). Or "rows": of
+            the best rows, prefix rows competing and `rate` times all rows of the image rounded down in number, those
+            that are patches stay.
         within: Select among the patches that this mask keeps, and hand on its folds.
 
     Returns:
-        At least one patch an image; `rows_per_image` is known if the tokens are uniform and the count is a number.
+        At least one patch an image; `rows_per_image` is known if the tokens are uniform and the count is a number that
+        the image does not change.
 
     Raises:
         ValueError: If not exactly one of `rate` and `count` is given, or `of` is another word.
     """
     if (rate is None) == (count is None):
         raise ValueError("top_k: exactly one of rate and count must be given")
-    if of not in ("current", "initial"):
-        raise ValueError(f'top_k: of must be "current" or "initial", got "{of}"')
+    if of not in ("current", "initial", "rows"):
+        raise ValueError(f'top_k: of must be "current", "initial" or "rows", got "{of}"')
+    if isinstance(count, Tensor):
+        return _select(tokens, score, Rule("count", each=_one_an_image(tokens, count)), within)
     present = _present(tokens, within)
-    limit: int | Tensor = 1 if count is None else count
     if rate is not None:
-        limit = keep_count(present if of == "current" else tokens.grid[0] * tokens.grid[1], rate, rounding)
-    if isinstance(limit, int) and isinstance(present, int):
-        limit = min(max(1, limit), present)
-        rows = tokens.num_prefix_tokens + limit
-        if within is None:
-            chosen = select(
-                score,
-                batch_size=tokens.batch_size,
-                rows=tokens.max_seqlen,
-                prefix=tokens.num_prefix_tokens,
-                count=limit,
-            )
-            return KeepMask(chosen.keep, rows_per_image=rows, selection=(score, chosen))
-        return _selected(tokens, rank(tokens, score, within) < limit, within, rows)
-    position = rank(tokens, score, within)
-    limits = limit if isinstance(limit, Tensor) else torch.full_like(tokens.seqlens, limit)
-    return _selected(tokens, position < _by_image(tokens, limits.clamp(min=1)), within)
+        base = tokens.grid[0] * tokens.grid[1] if of == "initial" else present
+        count = keep_count(base or 1, rate, rounding)
+        if of == "rows" or base is None:
+            return _select(tokens, score, Rule("rows" if of == "rows" else rounding, rate), within)
+    assert isinstance(count, int)
+    if present is None:
+        return _select(tokens, score, Rule("count", count), within)
+    count = min(max(1, count), present)
+    return _select(tokens, score, Rule("count", count), within, tokens.num_prefix_tokens + count)
 
 
 def threshold(
@@ -154,6 +154,7 @@ def threshold(
     score: Tensor,
     value: float | Tensor,
     *,
+    relative_to: str | None = None,
     min_keep: int = 1,
     max_keep: int | None = None,
     within: KeepMask | None = None,
@@ -164,14 +165,27 @@ def threshold(
         tokens: The batch.
         score: `[T]`, or `[T, H]` to go by the mean over heads.
         value: One threshold, or one for each image, `[B]`.
+        relative_to: What `value` counts in: None, the score itself; "deviation", standard deviations above the mean
+            score of the patches of the image; "maximum", a fraction of the largest of them.
         min_keep: Patches that every image keeps, at least 1.
         max_keep: Patches that no image exceeds.
         within: Select among the patches that this mask keeps, and hand on its folds.
+
+    Raises:
+        ValueError: If `relative_to` is another word, or there is not one threshold for each image.
+
+    Cost:
+        Two launches on a GPU, one for a batch of one image; no synchronisation.
     """
-    score = mean_over_heads(score)
-    if isinstance(value, Tensor) and value.ndim == 1:
-        value = _by_image(tokens, value)
-    return _bounded(tokens, score >= value, rank(tokens, score, within), min_keep, max_keep, within)
+    if relative_to not in _RELATIVE:
+        raise ValueError(
+            f"threshold: relative_to must be one of {', '.join(map(str, _RELATIVE))}, got {relative_to!r}"
+        )
+    rule = _within_limits(_RELATIVE[relative_to], 0.0, min_keep, max_keep)
+    if isinstance(value, Tensor):
+        each = _one_an_image(tokens, value if value.ndim else value.expand(tokens.batch_size))
+        return _select(tokens, score, rule._replace(each=each), within)
+    return _select(tokens, score, rule._replace(value=value), within)
 
 
 def top_p(
@@ -187,26 +201,23 @@ def top_p(
 
     Args:
         tokens: The batch.
-        score: Non-negative, `[T]`, or `[T, H]` to go by the mean over heads; the share is of the sum over the patches
-            that can be selected.
+        score: `[T]`, or `[T, H]` to go by the mean over heads; the share is of the sum over the patches that can be
+            selected, where a score below 0 counts as 0.
         p: Share in (0, 1]; 1 keeps everything.
         min_keep: Patches that every image keeps, at least 1.
         max_keep: Patches that no image exceeds.
         within: Select among the patches that this mask keeps, and hand on its folds.
 
+    Raises:
+        ValueError: If `p` lies outside (0, 1].
+
     Cost:
-        The sorts of `rank` and two buffers `[B, max_seqlen]`.
+        Two launches on a GPU, one for a batch of one image; no synchronisation.
     """
     if not 0 < p <= 1:
         raise ValueError(f"top_p: p must be in (0, 1], got {p}")
-    score = mean_over_heads(score)
-    position = rank(tokens, score, within)
-    mass = score.detach().masked_fill(~_eligible(tokens, within), 0.0)
-    falling = _by_rank(tokens, mass, position)
-    image = tokens.image_id.long().clamp(max=tokens.batch_size - 1)
-    before = (falling.cumsum(1) - falling)[image, position.clamp(max=falling.shape[1] - 1)]
-    chosen = before < p * _by_image(tokens, falling.sum(1)) if p < 1 else torch.ones_like(tokens.live)
-    return _bounded(tokens, chosen, position, min_keep, max_keep, within)
+    rule = _within_limits("mass" if p < 1 else "ceil", p, min_keep, max_keep)
+    return _select(tokens, score, rule, within)
 
 
 def sample(
@@ -251,7 +262,8 @@ def sample(
     hit = torch.zeros(tokens.batch_size + 1, rising.shape[1], dtype=torch.bool, device=rising.device)
     hit[: tokens.batch_size].scatter_(1, nearest, True)
     chosen = hit[tokens.image_id.long(), best_last.clamp(max=rising.shape[1] - 1)]
-    return _selected(tokens, chosen, within)
+    keep = (chosen & eligible) | (tokens.live & ~tokens.is_patch)
+    return KeepMask(keep) if within is None else replace(within, keep=keep, rows_per_image=None)
 
 
 def _steps(tokens: RaggedTokens, points: int | Tensor, like: Tensor) -> Tensor:
@@ -267,21 +279,23 @@ def _eligible(tokens: RaggedTokens, within: KeepMask | None) -> Tensor:
     return tokens.is_patch if within is None else tokens.is_patch & within.keep
 
 
-def _present(tokens: RaggedTokens, within: KeepMask | None) -> int | Tensor:
-    """Patches that can be selected: a number if the host knows it, else int `[B]`."""
+def _present(tokens: RaggedTokens, within: KeepMask | None) -> int | None:
+    """Patches of each image that can be selected, if the host knows their number."""
     rows = tokens.max_seqlen if within is None else within.rows_per_image
-    if tokens.uniform and rows is not None:
-        return rows - tokens.num_prefix_tokens
-    return tokens.sum(_eligible(tokens, within).int())
+    return rows - tokens.num_prefix_tokens if tokens.uniform and rows is not None else None
 
 
-def _by_image(tokens: RaggedTokens, values: Tensor) -> Tensor:
-    """Repeat `values [B]` over the rows of each image, `[T]`; 0 on dead rows."""
+def _within_limits(kind: str, value: float, min_keep: int, max_keep: int | None) -> Rule:
+    return Rule(kind, value, least=max(1, min_keep), most=None if max_keep is None else max(1, max_keep))
+
+
+def _one_an_image(tokens: RaggedTokens, values: Tensor) -> Tensor:
+    """Check that there is one value for each image, and put them where the tokens are."""
     if values.shape != (tokens.batch_size,):
         raise ValueError(
             f"KeepMask: one value for each of the {tokens.batch_size} images is needed, got {list(values.shape)}"
         )
-    return torch.cat([values, values.new_zeros(1)])[tokens.image_id]
+    return values.to(tokens.cu_seqlens.device)
 
 
 def _by_rank(tokens: RaggedTokens, values: Tensor, position: Tensor) -> Tensor:
@@ -292,26 +306,19 @@ def _by_rank(tokens: RaggedTokens, values: Tensor, position: Tensor) -> Tensor:
     return laid[: tokens.batch_size]
 
 
-def _bounded(
-    tokens: RaggedTokens,
-    chosen: Tensor,
-    position: Tensor,
-    min_keep: int,
-    max_keep: int | None,
-    within: KeepMask | None,
+def _select(
+    tokens: RaggedTokens, score: Tensor, rule: Rule, within: KeepMask | None, rows: int | None = None
 ) -> KeepMask:
-    """Put a selection between the best `min_keep` (at least 1) and the best `max_keep` of each image."""
-    chosen = chosen | (position < max(1, min_keep))
-    if max_keep is not None:
-        chosen = chosen & (position < max(1, max_keep))
-    return _selected(tokens, chosen, within)
-
-
-def _selected(
-    tokens: RaggedTokens, chosen: Tensor, within: KeepMask | None, rows: int | None = None
-) -> KeepMask:
-    """Turn a selection into a mask: only eligible patches, with the prefix."""
-    keep = (chosen & _eligible(tokens, within)) | (tokens.live & ~tokens.is_patch)
+    """Select by a rule; `rows` an image are left if the host knows that."""
+    chosen = select(
+        score,
+        rule,
+        batch_size=tokens.batch_size,
+        rows=tokens.max_seqlen,
+        prefix=tokens.num_prefix_tokens,
+        cu_seqlens=None if tokens.uniform else tokens.cu_seqlens,
+        eligible=None if within is None else within.keep,
+    )
     if within is None:
-        return KeepMask(keep, rows_per_image=rows)
-    return replace(within, keep=keep, rows_per_image=rows)
+        return KeepMask(chosen.keep, rows_per_image=rows, selection=(score, chosen))
+    return replace(within, keep=chosen.keep, rows_per_image=rows)

@@ -22,16 +22,15 @@ class Plan:
     """Where each row goes.
 
     Attributes:
-        kept: Rows that stay, bool `[T]`.
-        destination: New row of each row that stays, int64 `[T]`.
+        destination: New place in its image of each row that stays, int32 `[T]`; -1 for rows that leave.
         cu_seqlens: Boundaries of the images after packing, int32 `[B + 1]`.
-        trusted: Whether the kernel that selected the rows made it, so that nothing is left to check.
+        extent: All rows that stay, those of the longest image, those of the shortest, int32 `[3]`, if a verb that
+            selects made the plan: then nothing is left to check.
     """
 
-    kept: Tensor
     destination: Tensor
     cu_seqlens: Tensor
-    trusted: bool = False
+    extent: Tensor | None = None
 
 
 def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> RaggedTokens:
@@ -69,13 +68,15 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
     elif tokens.batch_size == 0:
         total, longest, uniform = 0, tokens.max_seqlen, True
     else:
-        lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
-        total, longest, shortest = torch.stack([layout.cu_seqlens[-1], lengths.max(), lengths.min()]).tolist()
+        extent = layout.extent
+        if extent is None:
+            lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
+            extent = torch.stack([layout.cu_seqlens[-1], lengths.max(), lengths.min()])
+        total, longest, shortest = extent.tolist()
         uniform = longest == shortest
     if capacity is not None and capacity < total:
         raise ValueError(f"pack: capacity must be at least the {total} rows kept, got {capacity}")
-    if not layout.trusted:
-        _check_counts(tokens, mask, layout, capacity)
+    _check_counts(tokens, mask, layout, capacity)
     return gather(tokens, mask, layout, total if capacity is None else capacity, longest, uniform)
 
 
@@ -83,30 +84,28 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
     """Find where each row goes; on the device alone.
 
     Cost:
-        None if the mask comes from a kernel; else a running sum over `T` rows; with `mask.order` two stable sorts.
+        None if a verb that selects has found out; else a running sum over `T` rows; with `mask.order` two stable
+        sorts.
     """
-    if (
-        mask.selection is not None
-        and mask.rows_per_image is not None
-        and mask.order is None
-        and mask.soft is None
-    ):
+    if mask.selection is not None and mask.order is None and mask.soft is None:
         chosen = mask.selection[1]
         if mask.keep is chosen.keep:
-            return Plan(chosen.keep, chosen.destination, chosen.cu_seqlens, trusted=True)
+            return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent)
         if mask.keep is chosen.keep_fused and mask.merge_into is chosen.merge_into:
-            return Plan(chosen.keep_fused, chosen.destination_fused, chosen.cu_fused, trusted=True)
+            return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused)
     kept = tokens.live if mask.soft is not None else tokens.live & (mask.keep | ~tokens.is_patch)
     upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
+    cu_seqlens = upto[tokens.cu_seqlens]
     if mask.order is None:
-        destination = upto[1:] - 1
+        new = upto[1:] - 1
     else:
         low = -torch.inf if mask.order.is_floating_point() else torch.iinfo(mask.order.dtype).min
         by_order = torch.argsort(mask.order.masked_fill(~tokens.is_patch, low), stable=True)
         group = tokens.image_id * 2 + (~kept).int()
         rows = by_order[torch.argsort(group[by_order], stable=True)]
-        destination = torch.empty_like(rows).scatter_(0, rows, kept[rows].cumsum(0) - 1)
-    return Plan(kept, destination, upto[tokens.cu_seqlens].int())
+        new = torch.empty_like(rows).scatter_(0, rows, kept[rows].cumsum(0) - 1)
+    destination = torch.where(kept, new - cu_seqlens[tokens.image_id], -1)
+    return Plan(destination.int(), cu_seqlens.int())
 
 
 def gather(
@@ -139,7 +138,6 @@ def gather(
         size,
         key_weight,
         soft,
-        kept=layout.kept,
         destination=layout.destination,
         cu_old=tokens.cu_seqlens,
         cu_new=layout.cu_seqlens,
@@ -180,21 +178,23 @@ def _fold(values: Tensor, into: Tensor) -> Tensor:
 
 def _check_counts(tokens: RaggedTokens, mask: KeepMask, layout: Plan, capacity: int | None) -> None:
     """Hold a plan against what was promised, without waiting for a GPU."""
+    if mask.rows_per_image is None and capacity is not None and capacity < tokens.x.shape[0]:
+        require(layout.cu_seqlens[-1] <= capacity, f"pack: the rows kept must fit into capacity={capacity}")
+    if mask.merge_into is not None and mask.keep.device.type == "cpu":
+        _check_folds(tokens, layout, mask.merge_into)
+    if layout.extent is not None:
+        return
     lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
     require(
         (lengths > tokens.num_prefix_tokens).all(),
         "pack: each image must keep at least one patch; select with the verbs, which keep the best one",
     )
-    if mask.merge_into is not None and mask.keep.device.type == "cpu":
-        _check_folds(tokens, layout, mask.merge_into)
     if mask.rows_per_image is not None:
         require(
             (lengths == mask.rows_per_image).all(),
             f"pack: each image must keep the {mask.rows_per_image} rows of mask.rows_per_image; "
             "mend the mask or leave it out",
         )
-    elif capacity is not None:
-        require(layout.cu_seqlens[-1] <= capacity, f"pack: the rows kept must fit into capacity={capacity}")
 
 
 def _check_folds(tokens: RaggedTokens, layout: Plan, into: Tensor) -> None:
@@ -207,7 +207,7 @@ def _check_folds(tokens: RaggedTokens, layout: Plan, into: Tensor) -> None:
         "pack: merge_into must be -1 or a row of the same image; mend the mask",
     )
     require(
-        (into == rows)[layout.kept].all(),
+        ((into == rows) | (layout.destination < 0)).all(),
         "pack: merge_into of a row that stays must be the row itself; mend the mask",
     )
 

@@ -215,7 +215,6 @@ class RaggedTokens:
         return self.to_padded(values, fill=-torch.inf).amax(1)
 
 
-@dataclass(frozen=True, eq=False)
 class AttentionState:
     """What the attention that has just run can tell a policy.
 
@@ -223,17 +222,37 @@ class AttentionState:
         q: Queries, `[T, H, D]`, after any q-norm.
         k: Keys, `[T, H, D]`, after any k-norm.
         v: Values, `[T, H, D]`.
-        prefix_attention: Probability with which each prefix row of the image attends to a row, fp32 `[T, P, H]`,
-            CLS first; present only if the policy's `needs` names it.
-        received_attention: Mean over the image's queries of the probability on a row, fp32 `[T, H]`; present only
-            if the policy's `needs` names it.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    prefix_attention: Tensor | None = None
-    received_attention: Tensor | None = None
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prefix_attention: Tensor | None = None,
+        received_attention: Tensor | None = None,
+    ) -> None:
+        """Take what the attention computed."""
+        self.q, self.k, self.v = q, k, v
+        self._prefix, self._received = prefix_attention, received_attention
+
+    @property
+    def prefix_attention(self) -> Tensor:
+        """Probability with which each prefix row of the image attends to a row, fp32 `[T, P, H]`, CLS first.
+
+        Raises:
+            ValueError: If the policy's `needs` does not name it, so that it is not computed.
+        """
+        return _computed("prefix_attention", self._prefix)
+
+    @property
+    def received_attention(self) -> Tensor:
+        """Mean over the image's queries of the probability on a row, fp32 `[T, H]`.
+
+        Raises:
+            ValueError: If the policy's `needs` does not name it, so that it is not computed.
+        """
+        return _computed("received_attention", self._received)
 
     def by_head(self, source: str) -> Tensor:
         """How much attention each row gets in each head, `[T, H]`: what the verbs take as a score, without a copy.
@@ -243,14 +262,18 @@ class AttentionState:
                 "received" (mean over all queries of the image).
         """
         if source == "received":
-            assert self.received_attention is not None
             return self.received_attention
-        assert self.prefix_attention is not None
         return self.prefix_attention.mean(1) if source == "prefix" else self.prefix_attention[:, 0]
 
     def score(self, source: str) -> Tensor:
         """How much attention each row gets, mean over heads, `[T]`; `source` as in `by_head`."""
         return self.by_head(source).mean(-1)
+
+
+def _computed(name: str, values: Tensor | None) -> Tensor:
+    if values is None:
+        raise ValueError(f"AttentionState: {name} is not computed; name it in needs of the policy")
+    return values
 
 
 SCORE_SOURCES = {

@@ -52,7 +52,8 @@ class Trace:
         attention_rows: Rows of each image in the attention of each block, int32 `[depth, B]`.
         mlp_rows: Rows of each image in the MLP of each block, int32 `[depth, B]`.
         tokens: The rows after the final norm.
-        logits: `[B, K]`.
+        logits: `[B, K]`; where the head gives a tuple (timm: both heads of a distilled model in distilled training) the
+            mean of the two, which is what it gives in evaluation.
     """
 
     stages: tuple[Stage, ...]

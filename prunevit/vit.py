@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from timm.layers import PatchDropout
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from prunevit.architecture import check_architecture
 from prunevit.block import attend, feed_forward
+from prunevit.embedding import embed_patches
+from prunevit.keepmask import KeepMask
 from prunevit.kernels.ragged_attention import BACKENDS
 from prunevit.packing import pack
-from prunevit.policy import NEEDS, ModelInfo, PruningPolicy
+from prunevit.policy import NEEDS, ModelInfo, PruningPolicy, check_made
 from prunevit.pooling import pool
 from prunevit.tokens import AttentionState, RaggedTokens
 from prunevit.trace import SITES, Stage, Trace
@@ -35,10 +37,12 @@ def prune(
         backend: Attention backend: "auto", "reference", "padded" or "triton".
 
     Raises:
-        TypeError: If the architecture is not supported; says which part and why.
+        TypeError: If the architecture is not supported, or hooks hang on a block or its attention, which the walk takes
+            apart; says which part and why. Or if a policy is none, or was not made completely.
         ValueError: If a policy does not fit the model or its fellow policies.
     """
-    return RaggedViT(model, [policies] if isinstance(policies, PruningPolicy) else list(policies), backend)
+    several = isinstance(policies, Iterable) and not isinstance(policies, str)
+    return RaggedViT(model, list(policies) if several else [policies], backend)  # type: ignore[list-item, arg-type]
 
 
 Record = Callable[[Stage | RaggedTokens], None]
@@ -56,7 +60,6 @@ class RaggedViT(nn.Module):
         backend: Attention backend.
         info: What the policies know of the model.
         needs: For each block, what its attention has to emit for the policies.
-        grad_checkpointing: Whether training recomputes the halves of the blocks. Decisions are never recomputed.
     """
 
     def __init__(self, model: Any, policies: Sequence[PruningPolicy], backend: str = "auto") -> None:
@@ -65,10 +68,11 @@ class RaggedViT(nn.Module):
         check_architecture(model)
         if backend not in BACKENDS:
             raise ValueError(f"RaggedViT: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        for policy in policies:
+            check_made(policy)
         self.model: Any = model
         self.policies = nn.ModuleList(policies)
         self.backend = backend
-        self.grad_checkpointing = False
         self.info = ModelInfo(
             width=model.embed_dim,
             depth=len(model.blocks),
@@ -80,6 +84,10 @@ class RaggedViT(nn.Module):
         weight = next(model.parameters())
         for policy in policies:
             policy.setup(self.info)
+            if not hasattr(policy, "layers"):
+                raise TypeError(
+                    f"{type(policy).__name__}: setup must call super().setup(info), which settles layers"
+                )
             policy.to(weight.device, weight.dtype)
         self._check_policies()
         # What a policy reads before a block was emitted by the block before it.
@@ -98,7 +106,7 @@ class RaggedViT(nn.Module):
                 Default 0 to B - 1.
 
         Returns:
-            Logits `[B, K]`.
+            Logits `[B, K]`; those of both heads, where timm returns both: of a distilled model in distilled training.
 
         Raises:
             ValueError: As `pack`, if a policy's mask is not valid.
@@ -143,14 +151,19 @@ class RaggedViT(nn.Module):
             attention_rows=torch.stack(rows[0::2]),
             mlp_rows=torch.stack(rows[1::2]),
             tokens=tokens,
-            logits=self.forward_head(tokens),
+            logits=self._logits(tokens),
         )
+
+    def _logits(self, tokens: RaggedTokens) -> Tensor:
+        """Logits `[B, K]`: where the head gives a tuple, the mean that timm takes of both heads in evaluation."""
+        logits = self.forward_head(tokens)
+        return (logits[0] + logits[1]) / 2 if isinstance(logits, tuple) else logits
 
     def embed(self, images: Tensor, image_index: Tensor | None = None) -> RaggedTokens:
         """Patches, prefix tokens and position embedding by the timm model itself; arguments as `forward`."""
         model = self.model
         grid = tuple(model.patch_embed.dynamic_feat_size(tuple(images.shape[-2:])))
-        x = model._pos_embed(model.patch_embed(images))
+        x = model._pos_embed(embed_patches(model.patch_embed, images))
         source = None
         if isinstance(model.patch_drop, PatchDropout) and model.training:
             x, source = _drop_patches(model.patch_drop, x, model.num_prefix_tokens)
@@ -179,7 +192,7 @@ class RaggedViT(nn.Module):
 
         tokens = self.walk(self.embed(images, image_index), look)
         look(tokens)
-        if not culprit and not bool(self.forward_head(tokens).isfinite().all()):
+        if not culprit and not bool(self._logits(tokens).isfinite().all()):
             culprit.append("the head")
         return f"the first values that are not finite come from {culprit[0]}" if culprit else None
 
@@ -245,6 +258,9 @@ class RaggedViT(nn.Module):
         """Let the policies of one place decide and move; the attention is gone once rows have moved."""
         for number, policy in self.stages_ahead(half):
             mask = policy(tokens, attention, half // 2)
+            if not isinstance(mask, KeepMask):
+                name = type(policy).__name__
+                raise TypeError(f"{name}: forward must return a KeepMask, got {type(mask).__name__}")
             before = tokens
             tokens = pack(tokens, mask, capacity if mask.rows_per_image is None else None)
             attention = None
@@ -338,9 +354,14 @@ class RaggedViT(nn.Module):
 
         return {name: prefixed(pattern) for name, pattern in self.model.group_matcher(coarse).items()}
 
+    @property
+    def grad_checkpointing(self) -> bool:
+        """Whether training recomputes the halves of the blocks: the timm model's own setting."""
+        return self.model.grad_checkpointing
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the halves of the blocks in the backward pass; decisions are kept, not drawn again."""
-        self.grad_checkpointing = enable
+        self.model.set_grad_checkpointing(enable)
 
     def get_classifier(self) -> Any:
         """The head, or both heads of a distilled model."""
@@ -363,32 +384,6 @@ class RaggedViT(nn.Module):
         from safetensors.torch import save_file
 
         save_file({name: value.cpu().contiguous() for name, value in self.model.state_dict().items()}, path)
-
-
-def check_architecture(model: Any) -> None:
-    """Raise unless the walk computes exactly what this model computes.
-
-    Raises:
-        TypeError: Names the class that is not supported, and the reason.
-    """
-    name = type(model).__name__
-    if type(model) not in (VisionTransformer, VisionTransformerDistilled):
-        raise TypeError(
-            f"RaggedViT: the model must be a timm VisionTransformer or VisionTransformerDistilled, got {name}; "
-            "other families order or mix their tokens in other ways"
-        )
-    for number, block in enumerate(model.blocks):
-        for part, expected in ((block, Block), (getattr(block, "attn", None), Attention)):
-            if type(part) is not expected:
-                raise TypeError(
-                    f"RaggedViT: blocks must be timm's {expected.__name__}, got {type(part).__name__} in block "
-                    f"{number}; the walk cannot prune between its attention and its MLP"
-                )
-    if model.global_pool in ("", "prr"):
-        raise TypeError(
-            f'RaggedViT: global_pool must pool rows into one vector ("token", "avg", "map", ...), got '
-            f'"{model.global_pool}"; create the model with another global_pool'
-        )
 
 
 def _drop_patches(module: PatchDropout, x: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

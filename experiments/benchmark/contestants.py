@@ -146,8 +146,9 @@ def check_batches(images: Tensor, more: Tensor) -> list[Tensor]:
         images: The batch.
         more: Other images, at least `CHECKED`.
     """
-    number = -(-CHECKED // len(images))
-    return [images, *more[: (number - 1) * len(images)].split(len(images))]
+    number = -(-CHECKED // len(images)) - 1
+    # Nothing splits into one empty batch, for which cuDNN's attention returns None.
+    return [images, *(more[: number * len(images)].split(len(images)) if number else ())]
 
 
 def _logits(

@@ -12,7 +12,7 @@ import timm
 import torch
 from torch import Tensor
 
-from prunevit.accelerate import Accelerated, accelerate
+from prunevit.execution import Accelerated, accelerate
 from prunevit.experiments.benchmark.attention_suite import DTYPES
 from prunevit.experiments.benchmark.config import BenchConfig
 from prunevit.experiments.benchmark.contestants import CHECKED, Check, check_batches, contestants

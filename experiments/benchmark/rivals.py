@@ -13,6 +13,7 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
 from prunevit import RaggedTokens, RaggedViT, Trace, prune
+from prunevit.embedding import embed_patches
 from prunevit.policies import EViT, NoPruning, ThresholdL2, TopK
 from prunevit.policy import PruningPolicy
 
@@ -97,7 +98,7 @@ class DenseGather(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits `[B, K]`."""
         model = self.model
-        x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+        x = model.norm_pre(model._pos_embed(embed_patches(model.patch_embed, images)))
         for number, block in enumerate(model.blocks):
             if 2 * number in self.cuts:
                 x = self._pruned(x, _norm(x), self.cuts[2 * number])

@@ -11,7 +11,6 @@ import argparse
 import math
 import multiprocessing
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
@@ -21,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prunevit.kernels.tiles import LongTile, ShortTile, Tile, choose_tile, has_many_heads
-
-CALLS = 20
+from prunevit.kernels.tuning import microseconds, time_tile
 
 
 class Setting(NamedTuple):
@@ -56,16 +54,11 @@ def pieces_of(length: int) -> tuple[int, ...]:
     return tuple(1 << bit for bit in range(rounded.bit_length() - 1, 3, -1) if rounded >> bit & 1)
 
 
-def attend(tile: Tile | None, setting: Setting, images: int, length: int) -> Callable[[], object]:
-    """Return a call of the kernel on a batch of its own."""
-    from prunevit.kernels.triton_forward import triton_attention
-
+def of_tile(tile: Tile, setting: Setting, images: int, length: int) -> float | None:
+    """Return the time of a tile in microseconds, None if the GPU lacks the registers or the memory for it."""
     dtype = getattr(torch, setting.dtype)
-    qkv = torch.randn(images * length, 3, setting.num_heads, setting.head_dim, device="cuda", dtype=dtype)
-    cu_seqlens = torch.arange(0, images * length + 1, length, device="cuda", dtype=torch.int32)
-    scale = setting.head_dim**-0.5
-    return lambda: triton_attention(
-        qkv, None, None, cu_seqlens, length, scale, None, None, False, 0.0, setting.prefix_rows, False, tile
+    return time_tile(
+        tile, images, length, setting.num_heads, setting.head_dim, dtype, setting.prefix_rows, device=0
     )
 
 
@@ -76,45 +69,19 @@ def dense(setting: Setting, images: int, length: int) -> Callable[[], Tensor]:
     return lambda: F.scaled_dot_product_attention(q, k, v)
 
 
-def microseconds(call: Callable[[], object], replays: int = 15) -> float:
-    """Return the median device time of a call."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(replays):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(1000 * start.elapsed_time(stop) / CALLS)
-    return statistics.median(times)
-
-
 def compiles(tile: Tile, setting: Setting, length: int) -> bool:
     """Compile a tile into triton's cache; False if the GPU lacks the registers or the memory for it."""
-    from triton.runtime.errors import OutOfResources, PTXASError
-
-    try:
-        attend(tile, setting, 1, length)()
-        torch.cuda.synchronize()
-    except (OutOfResources, PTXASError):
-        return False
-    return True
+    return of_tile(tile, setting, 1, length) is not None
 
 
 def rank(
     length: int, tiles: list[Tile], setting: Setting, batches: list[int]
 ) -> list[tuple[float, Tile, list[float]]]:
     """Return (how many times slower than the best, tile, time for each batch size), best first."""
-    times = [[microseconds(attend(tile, setting, images, length)) for images in batches] for tile in tiles]
-    best = [min(column) for column in zip(*times)]
-    slower = [math.prod(a / b for a, b in zip(row, best)) ** (1 / len(best)) for row in times]
-    return sorted(zip(slower, tiles, times), key=lambda entry: entry[0])
+    timed = [[of_tile(tile, setting, images, length) or math.inf for images in batches] for tile in tiles]
+    best = [min(column) for column in zip(*timed)]
+    slower = [math.prod(a / b for a, b in zip(row, best)) ** (1 / len(best)) for row in timed]
+    return sorted(zip(slower, tiles, timed), key=lambda entry: entry[0])
 
 
 def main() -> None:
@@ -149,7 +116,8 @@ def main() -> None:
         )
         tiles = list(dict.fromkeys([table, *(tile for tile, n in usable if n == length)]))
         ranking = rank(length, tiles, setting, options.images)
-        rival = [microseconds(dense(setting, images, length)) for images in options.images]
+        rivals = [dense(setting, images, length) for images in options.images]
+        rival = [microseconds(call) for call in rivals if call() is not None]
         print(f"{length} rows, images {options.images}; dense {_row(rival)} us", flush=True)
         shown = [*ranking[: options.top], *(entry for entry in ranking[options.top :] if entry[1] == table)]
         for slower, tile, times in shown:

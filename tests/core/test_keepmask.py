@@ -97,8 +97,31 @@ def test_threshold_keeps_the_best_and_respects_its_bounds() -> None:
     assert kept_patches(tokens, threshold(tokens, score, 99.0), 0) == [3]
     assert kept_patches(tokens, threshold(tokens, score, 99.0, min_keep=2), 1) == [0, 1]
     assert kept_patches(tokens, threshold(tokens, score, 0.0, max_keep=3), 1) == [0, 1, 2]
+    assert kept_patches(tokens, threshold(tokens, score, torch.tensor(3.0)), 0) == [2, 3]
     per_image = threshold(tokens, score, torch.tensor([4.0, 7.0]))
     assert [kept_patches(tokens, per_image, i) for i in (0, 1)] == [[3], [0, 1]]
+
+
+def test_thresholds_relative_to_the_image() -> None:
+    tokens = dense_tokens(2, 4, 1)
+    score = torch.tensor([90.0, 1, 2, 3, 6, -90.0, 10, 10, 10, 10])
+    # Mean 3, deviation sqrt(3.5) = 1.87; the second image has none.
+    for value, kept in ((0.0, [2, 3]), (-0.6, [1, 2, 3]), (1.5, [3]), (9.0, [3])):
+        mask = threshold(tokens, score, value, relative_to="deviation")
+        assert kept_patches(tokens, mask, 0) == kept
+        assert kept_patches(tokens, mask, 1) == [0, 1, 2, 3]
+    assert kept_patches(tokens, threshold(tokens, score, 0.5, relative_to="maximum"), 0) == [2, 3]
+    assert kept_patches(tokens, threshold(tokens, score, 1.0, relative_to="maximum"), 1) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="relative_to must be one of None, deviation, maximum, got 'mean'"):
+        threshold(tokens, score, 1.0, relative_to="mean")
+
+
+def test_top_k_of_the_rows_lets_the_prefix_compete() -> None:
+    tokens = dense_tokens(2, 4, 1)
+    score = torch.tensor([5.0, 1, 2, 3, 4, 0.0, 1, 2, 3, 4])
+    mask = top_k(tokens, score, 0.7, of="rows")  # int(0.7 * 5) = 3 rows, the first image's CLS among them
+    assert [kept_patches(tokens, mask, image) for image in (0, 1)] == [[2, 3], [1, 2, 3]]
+    assert kept_patches(tokens, top_k(tokens, score, 0.2, of="rows"), 0) == [3]
 
 
 def test_top_p_includes_the_crossing_patch() -> None:
@@ -153,7 +176,7 @@ def test_keep_everything_and_bad_words() -> None:
         top_k(tokens, torch.randn(8))
     with pytest.raises(ValueError, match='rounding must be "ceil" or "floor"'):
         top_k(tokens, torch.randn(8), 0.5, rounding="up")
-    with pytest.raises(ValueError, match='of must be "current" or "initial"'):
+    with pytest.raises(ValueError, match='of must be "current", "initial" or "rows"'):
         top_k(tokens, torch.randn(8), 0.5, of="all")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import prunevit
+
 ROOT = Path(__file__).parents[2]
 MAY_IMPORT = {
     "kernels": {"kernels"},
@@ -59,8 +61,12 @@ def test_import_arrows(folder: str) -> None:
             assert module.split(".")[0] not in MAY_IMPORT.keys() - {"prunevit"}, (
                 f"{path}: import prunevit.{module}"
             )
-            target = folder_of(module)
-            assert target is None or target in MAY_IMPORT[folder], f"{path} may not import {module}"
+            target, kit = folder_of(module), path.is_relative_to(ROOT / "prunevit" / "testing")
+            allowed = MAY_IMPORT[folder] | ({"policies"} if kit else set())
+            assert target is None or target in allowed, f"{path} may not import {module}"
+            assert kit or folder == "experiments" or not module.startswith("prunevit.testing"), (
+                f"{path} may not import {module}"
+            )
 
 
 @pytest.mark.parametrize("folder", ["kernels", "prunevit", "policies"])
@@ -83,7 +89,10 @@ def test_every_package_is_listed() -> None:
             found.add(".".join(["prunevit", *([folder] if folder != "prunevit" else []), *inside]))
     assert set(settings["packages"]) == found
     assert settings["package-dir"] == {
-        name: name.removeprefix("prunevit.").replace(".", "/") for name in settings["packages"]
+        name: name.replace(".", "/")
+        if folder_of(name) == "prunevit"
+        else name.removeprefix("prunevit.").replace(".", "/")
+        for name in settings["packages"]
     }
 
 
@@ -112,12 +121,44 @@ def test_import_works_without_the_experiments_packages() -> None:
     assert run(code).strip() == "(1, 1000)"
 
 
+def test_import_alone_loads_no_framework() -> None:
+    """What takes seconds to import waits until it is asked for: an interruption is heard before."""
+    code = (
+        "import sys, prunevit, prunevit.experiments.cli\n"
+        "assert not {'torch', 'timm', 'omegaconf', 'lightning'} & set(sys.modules)\n"
+        "assert set(prunevit.__all__) < set(dir(prunevit))\n"
+        "assert not hasattr(prunevit, 'nothing')\n"
+        "from prunevit import *\n"
+        "for name in prunevit.__all__:\n"
+        "    value = getattr(prunevit, name)\n"
+        "    assert value is globals()[name] and value.__name__ == name\n"
+        "from prunevit import policies, vit\n"
+        "assert prune is vit.prune and 'prune' in vars(prunevit)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    assert run(code).strip() == "True"
+
+
+def test_names_that_wait_are_those_that_type_checkers_see() -> None:
+    source = (ROOT / "prunevit" / "__init__.py").read_text()
+    (checked,) = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    seen = {
+        alias.name: (node.module or "").removeprefix("prunevit.")
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == prunevit._HOME_OF
+    assert sorted(seen) == sorted(prunevit.__all__)
+
+
 def test_import_loads_little_beyond_timm() -> None:
     """What `import prunevit` adds to `import timm` is this project and a handful of modules, not a framework."""
     code = (
         "import sys, timm\n"
         "before = set(sys.modules)\n"
         "import prunevit\n"
+        "prunevit.prune\n"
         "added = {name for name in set(sys.modules) - before if not name.startswith('prunevit')}\n"
         "print(*sorted(added))\n"
     )

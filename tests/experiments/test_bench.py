@@ -14,7 +14,7 @@ from prunevit.experiments.benchmark import run as benchmark
 from prunevit.experiments.benchmark.attention_rivals import Inputs, Shape, padded_sdpa
 from prunevit.experiments.benchmark.attention_suite import check, lengths
 from prunevit.experiments.benchmark.config import BenchConfig
-from prunevit.experiments.benchmark.contestants import Check, check_batches, contestants, static_twin
+from prunevit.experiments.benchmark.contestants import CHECKED, Check, check_batches, contestants, static_twin
 from prunevit.experiments.benchmark.measurements import WRONG
 from prunevit.experiments.benchmark.model_rows import MUST_REACH, Case, cases, pruning
 from prunevit.experiments.cli import main
@@ -153,6 +153,14 @@ def test_lengths_stay_within_ten_per_cent() -> None:
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_no_batch_of_the_check_is_empty() -> None:
+    for size in (1, 3, 7, 16, 256):
+        images = torch.zeros(size + CHECKED, 1)
+        batches = check_batches(images[:size], images[size:])
+        assert {len(batch) for batch in batches} == {size}
+        assert sum(map(len, batches)) >= CHECKED
 
 
 def run_on_a_cpu(config: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,23 @@
 """The command line: help, the table of policies, and one clear line for everything that can be wrong."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from prunevit.experiments import verbs
 from prunevit.experiments.cli import main
 from prunevit.experiments.config import EvaluateConfig, leaves
+from prunevit.experiments.help_text import columns
 from prunevit.experiments.verbs import VERBS
 from prunevit.policies import POLICIES
 
@@ -40,18 +44,70 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     assert "policy.keep_rate=0.7" in text
 
 
-def test_policies_are_listed_with_what_running_them_shows(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def policy_lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Text of each policy's cells, whatever lines it stands on, by the policy's name."""
     assert main(["policies"]) == 0
-    lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
-    assert set(POLICIES) <= set(lines)
-    assert "host" in lines["evit"]
+    table = capsys.readouterr().out
+    assert max(map(len, table.splitlines())) <= int(os.environ["COLUMNS"])
+    assert "…" not in table
+    found = {}
+    for part in re.split("[├└┡].*\n", table)[1:]:
+        cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in part.splitlines()]
+        if cells:
+            name, *_ = [cell[0] for cell in cells]
+            found[name] = "|".join(" ".join(column) for column in zip(*cells))
+    return found
+
+
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_policies_are_listed_with_what_running_them_shows(
+    width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    lines = policy_lines(capsys)
+    assert set(POLICIES) == set(lines)
+    assert lines["evit"].startswith("evit keep_rate")
+    assert "|host" in lines["evit"]
     assert "CLS token, prefix attention" in lines["evit"]
     assert "ICLR 2022" in lines["evit"]
-    assert "device" in lines["top_p"]
+    assert "|device" in lines["top_p"]
     assert "CLS token" not in lines["random"]
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_help_stands_in_columns_that_fit(
+    width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    assert main(["evaluate", "--help"]) == 0
+    text = capsys.readouterr().out
+    broken = [line for line in text.splitlines() if "_counts=" not in line]  # no word is cut, however long
+    assert max(map(len, broken)) <= int(width)
+    assert "\n  patch_dropout  policy.prob=0.5 policy.layers=[0]\n" in text
+    assert "policy.trace=(must be set)" in text
+    assert "policy.layers=[3,6,9] " in text
+    assert "policy.compound=false" in text
+
+
+def test_columns_are_as_wide_as_their_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "46")
+    rows = [
+        ("a=1", "one"),
+        ("long=2", "what takes more than the room that there is"),
+        ("far_too_long=3", "three"),
+    ]
+    assert columns(rows, widest=8) == [
+        "  a=1     one",
+        "  long=2  what takes more than the room that",
+        "          there is",
+        "  far_too_long=3",
+        "          three",
+    ]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"prunevit {version('prunevit')}\n"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +135,18 @@ def test_policies_are_listed_with_what_running_them_shows(
         ),
         (["evaluate", "backend=triton"], 'backend: "triton" needs a CUDA device'),
         (["evaluate", "precision=16-mixed"], 'precision: "16-mixed" needs a CUDA device'),
+        (
+            ["evaluate", "policy.layers=20:"],
+            'EViT: layers must lie in 0..11 (the model has 12 blocks), got "20:"',
+        ),
+        (
+            ["evaluate", "policy.layers=3:20"],
+            'EViT: layers must lie in 0..11 (the model has 12 blocks), got "3:20"',
+        ),
+        (["evaluate", "policy.layers=[]"], "EViT: layers must name at least one block, got none"),
+        (["evaluate", "policy.layers=12"], "EViT: layers must lie in 0..11"),
+        (["evaluate", "policy=tome", "policy.r=-1"], "ToMe: r must be a whole number of at least 0, got -1"),
+        (["policies", "x=1"], "x: unknown key; there are none"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -96,6 +164,7 @@ def test_bad_input_is_one_line(
     output = capsys.readouterr()
     (line,) = output.err.splitlines()
     assert line.startswith("prunevit: ")
+    assert line.count("prunevit:") == 1
     assert message in line
     assert list(tmp_path.iterdir()) == []
 
@@ -216,6 +285,46 @@ def test_ctrl_c_during_the_imports(
     assert capsys.readouterr().err == "prunevit: interrupted, nothing was written\n"
 
 
+def test_termination_during_the_imports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminated:
+        def __getattr__(self, name: str) -> Any:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setitem(sys.modules, "prunevit.experiments.verbs", Terminated())
+    assert main(["policies"]) == 143
+    assert capsys.readouterr().err == "prunevit: terminated, nothing was written\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_only_the_first_process_says_that_it_was_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "dispatch", interrupt)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["policies"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def interrupt(words: list[str]) -> int:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_as_soon_as_the_program_starts(tmp_path: Path) -> None:
+    """The first import of torch raises it: it must come from inside `main`."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from prunevit.experiments.cli import main; sys.exit(main(['policies']))",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "prunevit: interrupted, nothing was written\n")
+
+
 SLOW_POLICY = """
 import time
 from prunevit.policies import NoPruning, TopK
@@ -231,11 +340,16 @@ class Slow(TopK):
 """
 
 
-def test_ctrl_c_leaves_nothing(folders: Folders, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "how"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_leaves_nothing(
+    number: signal.Signals, code: int, how: str, folders: Folders, tmp_path: Path
+) -> None:
     root = folders(a=2, b=2, c=1)
     (tmp_path / "slow_policy.py").write_text(SLOW_POLICY)
     words = ["evaluate", "model=test_vit", "model.pretrained=false", "model.num_classes=3", "data=folder"]
-    words += [f"data.root={root}", "policy=slow_policy:Slow", "output_dir=out", "progress=false"]
+    words += [f"data.root={root}", "policy=slow_policy:Slow", "progress=false"]
     command = [
         sys.executable,
         "-m",
@@ -251,9 +365,10 @@ def test_ctrl_c_leaves_nothing(folders: Folders, tmp_path: Path) -> None:
     deadline = time.monotonic() + 120
     while not (tmp_path / "started").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    assert len(list((tmp_path / "outputs").iterdir())) == 1
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors.splitlines()[-1] == "prunevit: interrupted, nothing was written"
+    assert process.returncode == code, errors
+    assert errors.splitlines()[-1] == f"prunevit: {how}, nothing was written"
     assert "Traceback" not in errors
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "outputs").exists()

@@ -254,7 +254,21 @@ def test_class_lists_of_a_hub_data_set(
     assert keys["split"] == "test"
 
 
-def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"data: no images found in hfds/owner/set \(.*datasets"):
-        load_data(config(None, dataset="hfds/owner/set"), tiny(3))
+@pytest.mark.parametrize(("dataset", "package"), [("hfds/owner/set", "datasets"), ("wds/set", "webdataset")])
+def test_a_missing_package_is_one_line(
+    dataset: str,
+    package: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"timm.data.readers.reader_{dataset[:3]}", raising=False)
+    asked = config(tmp_path, dataset=dataset) if package == "webdataset" else config(None, dataset=dataset)
+    with pytest.raises(InputError) as caught:
+        load_data(asked, tiny(3))
+    kind = dataset.partition("/")[0]
+    assert caught.value.problems == (
+        f"data.dataset: {kind}/NAME needs the package {package}, found none; pip install {package}",
+    )
+    assert capsys.readouterr().out == ""

@@ -99,7 +99,7 @@ def test_every_figure_of_a_row(folders: Folders, evaluate: Evaluate, weights: Pa
     }
     assert row["backend"] == "padded"  # what "auto" takes on a CPU
     assert (row["predictors"], row["passed_over"], row["empty_folders"]) == (None, 0, 0)
-    assert (row["weights"], row["trained"], row["accelerator"]) == (str(weights), "off-the-shelf", "cpu")
+    assert (row["weights"], row["trained"], row["accelerator"]) == (str(weights), None, "cpu")
     assert all(row[name] is None for name in SPEED_COLUMNS)
 
 

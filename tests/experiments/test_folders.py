@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import timm
+from PIL import Image
+from timm.data import get_img_extensions
 
 from prunevit.experiments.config import DataConfig, InputError
 from prunevit.experiments.data import load_data
 from prunevit.experiments.folders import check_depth, passed_over, split_folder
+from prunevit.experiments.images import read_image
 
 Folders = Callable[..., Path]
 
@@ -124,3 +127,26 @@ def test_a_broken_link_and_a_vanished_file_are_named(folders: Folders) -> None:
     assert list(batch.failures) == [
         f"{root / 'a' / name}: cannot be opened (No such file or directory)" for name in ("1.png", "9.png")
     ]
+
+
+@pytest.mark.parametrize("ending", [".webp", ".GIF", ".bmp", ".tiff", ".jfif", ".ppm"])
+def test_every_format_that_pillow_opens_is_read(ending: str, tmp_path: Path) -> None:
+    for name, colour in (("a", (250, 0, 0)), ("b", (0, 250, 0))):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40), colour).save(tmp_path / "photos" / name / f"0{ending}", lossless=True)
+    before = get_img_extensions()
+    data = load_data(config(tmp_path / "photos"), timm.create_model("test_vit", num_classes=2))
+    assert get_img_extensions() == before
+    assert (data.size, data.passed_over, data.empty_folders) == (2, 0, 0)
+    (batch,) = data.loader(8, 0)
+    assert (batch.targets.tolist(), batch.failures) == ([0, 1], ())
+    # Colours survive: red is the largest channel of the first photo, green of the second.
+    assert batch.images.mean((2, 3)).argmax(1).tolist() == [0, 1]
+
+
+def test_of_an_animation_the_first_frame_is_read(tmp_path: Path) -> None:
+    red, green = (Image.new("RGB", (8, 8), colour) for colour in ((255, 0, 0), (0, 255, 0)))
+    for ending in (".gif", ".webp"):
+        red.save(tmp_path / f"moving{ending}", save_all=True, append_images=[green], lossless=True)
+        pixel = read_image(str(tmp_path / f"moving{ending}"), "moving").getpixel((4, 4))
+        assert pixel == (255, 0, 0)

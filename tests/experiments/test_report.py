@@ -4,6 +4,8 @@ import csv
 import io
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from prunevit.experiments.config import (
     LoggerConfig,
     ModelConfig,
 )
+from prunevit.experiments.output_dir import take_back
+from prunevit.experiments.ranks import NAMES
 from prunevit.experiments.report import COLUMNS, choose_output_dir, finite, print_report, write_results
 
 
@@ -182,11 +186,84 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         choose_output_dir(config(output_dir=str(tmp_path / "file" / "out")))
 
 
-def test_nothing_is_made_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_named_is_not_made_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert choose_output_dir(config()).parent == Path("outputs")
     assert choose_output_dir(config(output_dir="a/b/c")) == Path("a/b/c")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the clock: all runs start in the same second."""
+
+    class Noon(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Noon":
+            return cls(2026, 1, 2, 12, 0, 0)
+
+    monkeypatch.setattr(report, "datetime", Noon)
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("noon")
+def test_runs_of_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = [str(choose_output_dir(config())) for _ in range(3)]
+    assert found == [f"outputs/2026-01-02_12-00-00{end}" for end in ("", "-1", "-2")]
+    (tmp_path / found[1] / "results.json").write_text("{}")
+    take_back()
+    assert [each.name for each in (tmp_path / "outputs").iterdir()] == ["2026-01-02_12-00-00-1"]
+    take_back()
+    assert (tmp_path / "outputs").is_dir()
+
+
+@pytest.mark.usefixtures("noon")
+def test_threads_that_race_for_a_folder_all_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: choose_output_dir(config()), range(24)))
+    assert len(set(found)) == 24
+    assert all(each.is_dir() for each in found)
+    take_back()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("noon")
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_first_process_makes_the_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, "1")
+    choose_output_dir(config())
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv(name, "0")
+    assert choose_output_dir(config()).is_dir()
+    take_back()
+
+
+def test_a_folder_that_was_there_is_left_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    choose_output_dir(config())
+    take_back()
+    assert [each.name for each in tmp_path.iterdir()] == ["outputs"]
+
+
+def test_results_written_in_the_meantime_are_not_replaced(tmp_path: Path) -> None:
+    asked = config(output_dir=str(tmp_path / "out"))
+    first, second = choose_output_dir(asked), choose_output_dir(asked)
+    write_results(first, asked, [row(top1=1.0)])
+    with pytest.raises(InputError, match="already holds results; choose another or set overwrite=true"):
+        write_results(second, asked, [row(top1=2.0)])
+    assert json.loads((first / "results.json").read_text())["rows"][0]["top1"] == 1.0
+    write_results(second, config(output_dir=str(second), overwrite=True), [row(top1=2.0)])
+    assert json.loads((first / "results.json").read_text())["rows"][0]["top1"] == 2.0
 
 
 def test_finite_at_any_depth() -> None:
@@ -222,3 +299,21 @@ def test_the_table_says_what_a_cpu_speed_is_worth_and_what_was_left_out() -> Non
     assert "ReaL" in text
     assert "peak MB" not in text
     assert "not representative" not in "\n".join(printed(accelerator="gpu"))
+
+
+def test_the_widest_row_fits_into_80_columns() -> None:
+    ends = {
+        f"{name}_{end}": 100.0
+        for name in ("top1", "top5", "dense_top1", "dense_top5")
+        for end in ("low", "high")
+    }
+    widest = {name: 100.0 for name in ("top1", "top5", "dense_top1", "dense_top5")}
+    tokens = {f"tokens_{name}": 577.0 for name in ("mean", "p5", "p95")}
+    made = row(**widest, **ends, **tokens, logit_max_abs=-1.234e-10, logit_mean_abs=-1.234e-10)
+    console = Console(file=io.StringIO(), width=80)
+    print_report(made, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert any("block tokens (p5 to p95)" in line and "577.0 (577.0 to 577.0)" in line for line in lines)
+    assert not any("…" in line for line in lines)
+    labels = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
+    assert all(labels), "a label or a figure goes on in a second line"

@@ -58,13 +58,12 @@ def make_gather_case(
     x[~kept & (merge_into < 0)] = math.nan
     seqlens = torch.stack([kept[a : a + n].sum() for a, n in zip(starts.tolist(), lengths)])
     cu_new = torch.cat([torch.zeros(1, dtype=torch.int64), seqlens.cumsum(0)]).int()
-    destination = torch.where(kept, kept.cumsum(0) - 1, 10**6)
+    destination = torch.where(kept, kept.cumsum(0) - 1 - cu_new[image_id], -1).int()
     wide = torch.promote_types(dtype, torch.float32)
     case = {
         "x": x,
         "image_id": image_id.int(),
         "source": (row - 1).int(),
-        "kept": kept,
         "destination": destination,
         "cu_old": starts.int(),
         "cu_new": cu_new,
@@ -106,8 +105,9 @@ def loop_gather(case: dict[str, Any]) -> dict[str, Tensor]:
     optional = {name: values.double() for name, values in optional.items() if values is not None}
     moved |= {name: torch.zeros(capacity, dtype=torch.float64) for name in optional}
     for row in range(num_rows):
-        new = int(case["destination"][row])
-        if not case["kept"][row] or new >= capacity:
+        place, image = int(case["destination"][row]), int(case["image_id"][row])
+        new = int(case["cu_new"][image]) + place
+        if place < 0 or new >= capacity:
             continue
         members = members_of[row]
         moved["x"][new] = sum(
@@ -146,7 +146,7 @@ def eager(case: dict[str, Any]) -> dict[str, Tensor]:
     """Compute the reference in the dtype of the case."""
     size = case["size"] if case["size_in"] is None else case["size_in"]
     key_weight = case["key_weight"] if case["key_weight_in"] is None else case["key_weight_in"]
-    order = ("soft", "kept", "destination", "cu_old", "cu_new", "capacity", "merge_into", "merge_weight")
+    order = ("soft", "destination", "cu_old", "cu_new", "capacity", "merge_into", "merge_weight")
     folds_key_weight = case["merge_into"] is not None and case["key_weight_in"] is not None
     arguments: list[Any] = [case["x"], case["image_id"], case["source"], size, key_weight]
     arguments += [*(case[name] for name in order), folds_key_weight]

@@ -103,15 +103,6 @@ def test_strides_other_than_packed() -> None:
     assert_within_budget(case, {}, results)
 
 
-def test_gradients_are_refused() -> None:
-    case = make_case([3], 16, 1, torch.float32)
-    arguments = case.arguments({})
-    with pytest.raises(ValueError, match='has no backward yet, and gradients are required; use "padded"'):
-        ragged_attention(case.qkv.requires_grad_(), backend="triton", **arguments)
-    with torch.no_grad():
-        assert torch.isfinite(ragged_attention(case.qkv, backend="triton", **arguments).out).all()
-
-
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "message"),
     [

@@ -6,12 +6,24 @@ triton is imported.
 
 import pytest
 import torch
-from selection_cases import SCORES, assert_selection, draw_scores, make_rank_case, poison
+from selection_cases import (
+    RULES,
+    SCORES,
+    assert_selection,
+    draw_scores,
+    make_rank_case,
+    poison,
+    select_ragged,
+    select_uniform,
+)
 
 from prunevit.kernels import select as door
-from prunevit.kernels.select import rank, select
+from prunevit.kernels import triton_select
+from prunevit.kernels.launch import Bound
+from prunevit.kernels.select import Rule, rank
 
-pytestmark = pytest.mark.interpret
+# Numpy, which interprets, warns of 0/0, inf/inf and overflow; a GPU computes them all the same.
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)
@@ -23,33 +35,54 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("count", [1, 7, 22, 23, 100])
 def test_select_ties_and_extremes(kind: str, count: int) -> None:
-    score = draw_scores(kind, 3 * 25 + 6)
-    selection = select(score, batch_size=3, rows=25, prefix=2, count=count)
-    assert_selection(selection, score, 3, 25, 2, count)
+    score, rule = draw_scores(kind, 3 * 25 + 6), Rule("count", count)
+    assert_selection(select_uniform(score, rule, 3, 25, 2), score, rule, [25] * 3, 2)
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name: str, kind: str) -> None:
+    lengths = [21, 0, 1, 30]
+    score = draw_scores(kind, sum(lengths) + 6)
+    assert_selection(select_ragged(score, RULES[name], lengths, 2), score, RULES[name], lengths, 2)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_among_eligible_patches(name: str) -> None:
+    score = draw_scores("tied", 4 * 13 + 6)
+    eligible = draw_scores("random", len(score)) < 0.3
+    selection = select_ragged(score, RULES[name], [13] * 4, 1, eligible=eligible)
+    assert_selection(selection, score, RULES[name], [13] * 4, 1, eligible)
+
+
+@pytest.mark.parametrize(("batch_size", "name"), [(1, "mass"), (1, "the mean"), (3, "score"), (11, "mass")])
+def test_rules_on_uniform_batches(batch_size: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_at_a_time = Bound(triton_select.bounds_kernel, BLOCK=4)
+    monkeypatch.setattr(triton_select, "_bound_bounds", lambda: few_at_a_time)
+    score = draw_scores("random", 9 * batch_size + 2)
+    selection = select_uniform(score, RULES[name], batch_size, 9, 1)
+    assert_selection(selection, score, RULES[name], [9] * batch_size, 1)
 
 
 @pytest.mark.parametrize(("rows", "prefix"), [(1, 1), (2, 1), (5, 0), (64, 1), (197, 1), (577, 5), (1025, 1)])
 def test_select_lengths(rows: int, prefix: int) -> None:
-    count = max(1, (rows - prefix) * 7 // 10)
-    score = draw_scores("random", 2 * rows)
-    assert_selection(
-        select(score, batch_size=2, rows=rows, prefix=prefix, count=count), score, 2, rows, prefix, count
-    )
+    score, rule = draw_scores("random", 2 * rows), Rule("count", max(1, (rows - prefix) * 7 // 10))
+    assert_selection(select_uniform(score, rule, 2, rows, prefix), score, rule, [rows] * 2, prefix)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("heads", [1, 3, 6])
 def test_select_by_the_mean_over_heads(heads: int, dtype: torch.dtype) -> None:
     emitted = draw_scores("random", heads, 2 * 50 + 3, 2).to(dtype)  # as attention leaves it: [H, T, P]
-    score = emitted.permute(1, 2, 0)[:, 0]
-    selection = select(score, batch_size=2, rows=50, prefix=2, count=20)
-    assert_selection(selection, score, 2, 50, 2, 20)
-    assert torch.equal(selection.score[:100], door.mean_over_heads(score)[:100])
+    score, rule = emitted.permute(1, 2, 0)[:, 0], Rule("count", 20)
+    selection = select_uniform(score, rule, 2, 50, 2)
+    assert_selection(selection, score, rule, [50, 50], 2)  # the weights are the mean's bits
 
 
 def test_select_many_dead_rows() -> None:
-    score = torch.cat([draw_scores("random", 10), torch.full((300,), torch.nan)])
-    assert_selection(select(score, batch_size=2, rows=5, prefix=1, count=2), score, 2, 5, 1, 2)
+    score, rule = torch.cat([draw_scores("random", 10), torch.full((300,), torch.nan)]), Rule("count", 2)
+    assert_selection(select_uniform(score, rule, 2, 5, 1), score, rule, [5, 5], 1)
+    assert_selection(select_ragged(score, rule, [4, 6], 1), score, rule, [4, 6], 1)
 
 
 @pytest.mark.parametrize("kind", SCORES)

@@ -1,7 +1,9 @@
 """Inputs and the independent oracle of the kernel tests."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -82,11 +84,10 @@ def make_case(
     )
 
 
-@torch.no_grad()
 def loop_attention(case: Case, option: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
     """Attend one image and one head at a time, all of it in `dtype`: the oracle in fp64, eager otherwise.
 
-    Written apart from every backend, and with a plain logarithm, as it is never differentiated.
+    Written apart from every backend, and with a plain logarithm: no `key_weight` may be 0.
     """
     num_rows, _, num_heads, head_dim = case.qkv.shape
     prefix_rows = option.get("prefix_rows", 0)
@@ -124,8 +125,9 @@ def loop_attention(case: Case, option: dict[str, Any], dtype: torch.dtype) -> li
 
 def assert_within_budget(case: Case, option: dict[str, Any], results: Any) -> None:
     """Hold the error below twice that of the eager formula in the same dtype, plus one rounding step."""
-    oracle = loop_attention(case, option, torch.float64)
-    eager = loop_attention(case, option, case.qkv.dtype)
+    with torch.no_grad():
+        oracle = loop_attention(case, option, torch.float64)
+        eager = loop_attention(case, option, case.qkv.dtype)
     present = [x for x in results if x is not None]
     assert len(present) == len(oracle)
     for name, kernel, right, plain in zip(("out", "probability", "probability"), present, oracle, eager):
@@ -138,6 +140,52 @@ def assert_within_budget(case: Case, option: dict[str, Any], results: Any) -> No
         assert kernel_error <= 2 * eager_error + step, f"{name} {case.lengths} {option}"
         dead = kernel[sum(case.lengths) :]
         assert torch.equal(dead, torch.zeros_like(dead))
+
+
+class Gradients(NamedTuple):
+    """Names of what was differentiated by, the gradients, and the cotangents of the results that they belong to."""
+
+    names: list[str]
+    values: list[Tensor]
+    cotangents: list[Tensor]
+
+
+def differentiate(
+    case: Case,
+    option: dict[str, Any],
+    attend: Callable[[Case], list[Tensor]],
+    cotangents: list[Tensor] | None = None,
+) -> Gradients:
+    """Differentiate `attend` by qkv and the weights that the option uses; the cotangents are drawn if not given."""
+    names = ["qkv", *(name for name in ("key_weight", "soft") if option.get(name))]
+    inputs = [getattr(case, name).detach().clone().requires_grad_() for name in names]
+    results = attend(replace(case, **dict(zip(names, inputs))))
+    if cotangents is None:
+        generator = torch.Generator().manual_seed(0)
+        cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in results]
+    cotangents = [cotangent.to(x.dtype) for cotangent, x in zip(cotangents, results, strict=True)]
+    return Gradients(names, list(torch.autograd.grad(results, inputs, cotangents)), cotangents)
+
+
+def assert_gradients_within_budget(case: Case, option: dict[str, Any], found: Gradients) -> None:
+    """Hold the error below three times that of the eager formula in the same dtype, plus one rounding step."""
+    oracle, eager = (
+        differentiate(
+            case, option, partial(loop_attention, option=option, dtype=dtype), found.cotangents
+        ).values
+        for dtype in (torch.float64, case.qkv.dtype)
+    )
+    live = sum(case.lengths)
+    for name, kernel, right, plain in zip(found.names, found.values, oracle, eager, strict=True):
+        assert torch.equal(kernel[live:], torch.zeros_like(kernel[live:])), f"dead rows of {name}"
+        if live == 0:
+            continue
+        kernel, right, plain = (x[:live].double() for x in (kernel, right, plain))
+        step = torch.finfo(case.qkv.dtype).eps * right.abs().max().item()
+        kernel_error = (kernel - right).abs().max().item()
+        eager_error = (plain - right).abs().max().item()
+        print(f"d {name}: kernel {kernel_error:.3g}, eager {eager_error:.3g}, step {step:.3g}")
+        assert kernel_error <= 3 * eager_error + step, f"{name} {case.lengths} {option}"
 
 
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:

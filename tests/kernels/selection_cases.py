@@ -4,11 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
-from prunevit.kernels.select import Selection
+from prunevit.kernels.select import Rule, Selection, select
+from prunevit.kernels.select_reference import mean_over_heads
 
 SCORES = ("random", "tied", "constant", "nan", "extreme")
 EXTREMES = (math.inf, -math.inf, math.nan, 0.0, -0.0, 3e38, -3e38, 1e-45, -1e-45, 1e-38, 1.0, 1.0000001)
@@ -34,50 +36,147 @@ def by_falling_score(score: list[float], rows: list[int]) -> list[int]:
     return sorted(rows, key=lambda row: (math.inf if math.isnan(score[row]) else -score[row], row))
 
 
-def assert_selection(
-    selection: Selection, score: Tensor, batch_size: int, rows: int, prefix: int, count: int
-) -> None:
-    """Compare all fields with a loop over the images, over the kernel's own mean where there are several heads."""
-    if score.dim() == 2:
-        live = batch_size * rows
-        torch.testing.assert_close(
-            selection.score[:live].double(),
-            score[:live].double().mean(1),
-            rtol=1e-5,
-            atol=1e-7,
-            equal_nan=True,
+def count_by_rule(
+    rule: Rule, score: list[float], own: list[int], prefix: int, image: int, patches: list[int]
+) -> int:
+    """Count what a rule asks for in one image; sums in fp64, each comparison in fp32."""
+    value = rule.value if rule.each is None else float(rule.each[image])
+    ordered = by_falling_score(score, patches)
+    if rule.kind == "count":
+        count = int(value)
+    elif rule.kind == "ceil":
+        count = math.ceil(value * len(patches))
+    elif rule.kind == "floor":
+        count = math.floor(value * len(patches))
+    elif rule.kind == "rows":
+        count = len(
+            [row for row in by_falling_score(score, own)[: int(value * len(own))] if row >= own[0] + prefix]
         )
-        numbers = selection.score.tolist()
+    elif rule.kind == "mass":
+        mass = [score[row] if score[row] > 0 else 0.0 for row in ordered]
+        total, before, count = math.fsum(mass), 0.0, 0
+        for each in mass:
+            share = 1.0 if total == 0 or math.isinf(before) else rounded(before / total)
+            count += share < rounded(value)
+            before += each
+    else:
+        numbers = numpy.array([score[row] for row in patches], dtype=numpy.float64)
+        with numpy.errstate(all="ignore"):
+            limit: Any = value
+            if rule.kind == "deviation":
+                limit = numbers.mean() + value * numbers.std() if patches else math.nan
+            elif rule.kind == "maximum":
+                there = numbers[~numpy.isnan(numbers)]
+                limit = value * (there.max() if len(there) else -math.inf)
+            count = int((numbers >= rounded(limit)).sum())
+    most = len(patches) if rule.most is None else rule.most
+    return min(max(count, rule.least), most, len(patches))
+
+
+def rounded(number: float) -> float:
+    """Round to fp32."""
+    return torch.tensor(number, dtype=torch.float64).float().item()
+
+
+def assert_selection(
+    selection: Selection,
+    score: Tensor,
+    rule: Rule,
+    lengths: list[int],
+    prefix: int,
+    eligible: Tensor | None = None,
+) -> None:
+    """Compare all fields with a loop over the images, over the mean of several heads in order."""
+    if score.dim() == 2:
+        mean = mean_over_heads(score)
+        torch.testing.assert_close(
+            mean.double(), score.double().mean(1), rtol=1e-5, atol=1e-7, equal_nan=True
+        )
+        numbers = mean.tolist()
     else:
         numbers = score.double().tolist()
-    num_rows = len(numbers)
+    num_rows, starts = len(numbers), [sum(lengths[:image]) for image in range(len(lengths) + 1)]
     keep, keep_fused = [False] * num_rows, [False] * num_rows
-    merge_into, weight, mean = [-1] * num_rows, [1.0] * num_rows, [0.0] * num_rows
-    for image in range(batch_size):
-        own = list(range(image * rows, (image + 1) * rows))
-        ordered = by_falling_score(numbers, own[prefix:])
-        for row in own:
-            keep[row] = keep_fused[row] = row < own[0] + prefix or row in ordered[:count]
-            merge_into[row], mean[row] = row, numbers[row]
+    merge_into, weight = [-1] * num_rows, [1.0] * num_rows
+    for image, length in enumerate(lengths):
+        own = list(range(starts[image], starts[image] + length))
+        patches = [row for row in own[prefix:] if eligible is None or eligible[row]]
+        ordered = by_falling_score(numbers, patches)
+        count = count_by_rule(rule, numbers, own, prefix, image, patches)
+        for row in [*own[:prefix], *ordered[:count]]:
+            keep[row] = keep_fused[row] = True
+            merge_into[row] = row
         for row in ordered[count:]:
             merge_into[row], weight[row] = ordered[count], numbers[row]
             keep_fused[row] = row == ordered[count]
-    for mask, got, destination, bounds in (
-        (keep, selection.keep, selection.destination, selection.cu_seqlens),
-        (keep_fused, selection.keep_fused, selection.destination_fused, selection.cu_fused),
+    s = selection
+    for mask, got, destination, bounds, extent in (
+        (keep, s.keep, s.destination, s.cu_seqlens, s.extent),
+        (keep_fused, s.keep_fused, s.destination_fused, s.cu_fused, s.extent_fused),
     ):
         assert got.tolist() == mask
-        assert destination.tolist() == [sum(mask[:row]) if mask[row] else -1 for row in range(num_rows)]
-        assert bounds.tolist() == [sum(mask[: image * rows]) for image in range(batch_size + 1)]
-        assert (got.dtype, destination.dtype, bounds.dtype) == (torch.bool, torch.int64, torch.int32)
+        image_of = [image for image, length in enumerate(lengths) for _ in range(length)]
+        places = [sum(mask[starts[image] : row]) for row, image in enumerate(image_of)]
+        places += [-1] * (num_rows - len(image_of))
+        assert destination.tolist() == [place if kept else -1 for place, kept in zip(places, mask)]
+        assert bounds.tolist() == [sum(mask[:start]) for start in starts]
+        counts = [sum(mask[start : start + length]) for start, length in zip(starts, lengths)]
+        assert extent.tolist() == [sum(counts), max(counts, default=0), min(counts, default=0)]
+        assert (got.dtype, destination.dtype, bounds.dtype) == (torch.bool, torch.int32, torch.int32)
     assert selection.merge_into.tolist() == merge_into
-    same: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
     torch.testing.assert_close(
-        selection.merge_weight.double().cpu(), torch.tensor(weight, dtype=torch.float64), **same
+        selection.merge_weight.double().cpu(),
+        torch.tensor(weight, dtype=torch.float64),
+        rtol=0.0,
+        atol=0.0,
+        equal_nan=True,
     )
-    torch.testing.assert_close(
-        selection.score.double().cpu(), torch.tensor(mean, dtype=torch.float64), **same
+
+
+def select_ragged(
+    score: Tensor,
+    rule: Rule,
+    lengths: list[int],
+    prefix: int,
+    bound: int | None = None,
+    eligible: Tensor | None = None,
+) -> Selection:
+    """Call `select` on images of these lengths."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return select(
+        score,
+        rule,
+        batch_size=len(lengths),
+        rows=max(*lengths, prefix) if bound is None else bound,
+        prefix=prefix,
+        cu_seqlens=starts.to(score.device),
+        eligible=eligible,
     )
+
+
+def select_uniform(score: Tensor, rule: Rule, batch_size: int, rows: int, prefix: int) -> Selection:
+    """Call `select` on images of the same length."""
+    return select(score, rule, batch_size=batch_size, rows=rows, prefix=prefix)
+
+
+RULES = {
+    "count": Rule("count", 7),
+    "counts": Rule("count", each=torch.tensor([3, 0, 99, 12], dtype=torch.int32)),
+    "ceil": Rule("ceil", 0.28),
+    "floor": Rule("floor", 0.58),
+    "score": Rule("score", 0.25),
+    "scores": Rule("score", each=torch.tensor([-0.5, 9.0, 1.0, -9.0])),
+    "least and most": Rule("score", 0.25, least=3, most=5),
+    "below the mean": Rule("deviation", -0.4),
+    "the mean": Rule("deviation", 0.0, least=2),
+    "maximum": Rule("maximum", 0.6),
+    "the largest": Rule("maximum", 1.0),
+    "mass": Rule("mass", 0.7),
+    "little mass": Rule("mass", 0.05, most=4),
+    "most mass": Rule("mass", 0.999, least=4),
+    "rows": Rule("rows", 0.6),
+}
+"""A rule of each kind, for up to four images."""
 
 
 @dataclass
@@ -112,11 +211,14 @@ def make_rank_case(lengths: list[int], kind: str, dead_rows: int = 0, device: st
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `torch.empty` give NaN, -77 and True, so that an output that is not written fails its test."""
-    empty = torch.empty
+    """Make new tensors hold NaN, -77 and True, so that an output that is not written fails its test."""
 
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(math.nan if tensor.is_floating_point() else -77)
+    def poisoned(make: Any) -> Any:
+        def empty(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(math.nan if tensor.is_floating_point() else -77)
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return empty
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))

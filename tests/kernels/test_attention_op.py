@@ -34,7 +34,7 @@ def test_operator_contract(option: dict[str, Any], dtype: torch.dtype) -> None:
         (
             case.qkv, None, None, case.cu_seqlens, case.max_seqlen, 0.25, given.get("key_weight"), given.get("soft"),
             option.get("exempt_self", False), option.get("softmax_eps", 0.0), option.get("prefix_rows", 0),
-            option.get("return_received", False), case.image_id, False, "padded",
+            option.get("return_received", False), case.image_id, False, "padded", False,
         ),
     )  # fmt: skip
 

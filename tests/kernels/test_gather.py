@@ -104,7 +104,7 @@ def test_kernel_compiles_for_hopper(
 def positional(case: dict[str, Any]) -> tuple[Any, ...]:
     """Put a case in the order that the operation takes."""
     order = (
-        "x", "image_id", "source", "size_in", "key_weight_in", "soft", "kept", "destination", "cu_old", "cu_new",
+        "x", "image_id", "source", "size_in", "key_weight_in", "soft", "destination", "cu_old", "cu_new",
         "capacity", "merge_into", "merge_weight",
     )  # fmt: skip
     folds_key_weight = case["merge_into"] is not None and case["key_weight_in"] is not None
@@ -154,14 +154,13 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
         x,
         ids,
         ids,
-        kept=every >= 0,
-        destination=rows - 1 - every,
+        destination=(199 - every % 200).int(),
         cu_old=bounds,
         cu_new=bounds,
         capacity=rows,
     )
-    assert torch.equal(moved.x[:, 0], x[:, 0].flip(0))
-    assert torch.equal(moved.source, ids.flip(0))
+    assert torch.equal(moved.x[:, 0], x[:, 0].view(-1, 200).flip(1).flatten())
+    assert torch.equal(moved.source, ids)
 
 
 @pytest.mark.gpu

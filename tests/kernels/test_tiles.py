@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prunevit.experiments.benchmark.tune_attention import candidates, pieces_of
-from prunevit.kernels.tiles import LongTile, ShortTile, choose_tile, dense_is_faster
+from prunevit.kernels.tiles import LongTile, ShortTile, choose_backward_tiles, choose_tile, dense_is_faster
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -28,6 +28,20 @@ def test_every_length_has_a_tile(head_dim: int, dtype: torch.dtype, infers: bool
         else:
             sizes += [tile.block_n, tile.block_n // 4 if tile.trims else 16]
         assert all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [1, 48, 64, 72, 128, 256])
+@pytest.mark.parametrize("plain", [False, True])
+def test_every_length_has_tiles_for_its_backward(head_dim: int, dtype: torch.dtype, plain: bool) -> None:
+    for max_seqlen in range(1, 700):
+        keys, queries = choose_backward_tiles(max_seqlen, head_dim, dtype, plain)
+        if queries is None:
+            assert keys.block_n >= max_seqlen  # it makes dq too, so it needs all keys of an image
+        for tile in (keys, queries or keys):
+            assert all(size >= 16 and size & (size - 1) == 0 for size in (tile.block_m, tile.block_n))
+            if dtype != torch.float32 and tile.block_n > 32:
+                assert tile.num_stages > 1  # see there
 
 
 def test_short_images_take_whole_heads_and_long_ones_do_not() -> None:

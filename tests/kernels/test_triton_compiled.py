@@ -1,4 +1,4 @@
-"""Compiles each shipped tile for Hopper, ahead of time and without a GPU: no spills, shared memory, wgmma."""
+"""Compiles shipped tiles for Hopper, ahead of time and without a GPU: registers, shared memory, wgmma, no atomics."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ragged_cases import OPTIONS, make_case
-from triton_without_gpu import compile_all_for_hopper
+from triton_without_gpu import Compiled, compile_all_for_hopper, unwritten_registers
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def test_shipped_tile_fits_hopper(
 ) -> None:
     from prunevit.kernels import triton_forward
 
-    monkeypatch.setattr(triton_forward, "_overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
+    monkeypatch.setattr(triton_forward, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
     case = make_case([max_seqlen], head_dim, 6, dtype)
     call = {"softmax_scale": head_dim**-0.5} | DEFAULTS | case.arguments(option)
     kernels = compile_all_for_hopper(
@@ -75,7 +75,61 @@ def test_shipped_tile_fits_hopper(
     assert len(kernels) == (2 if option.get("return_received") else 1)
     for compiled in kernels:
         assert compiled.spilled == 0
+    check(kernels, tmp_path, uses_wgmma=dtype != torch.float32 and max_seqlen > 32)
+
+
+def check(kernels: list[Compiled], folder: Path, uses_wgmma: bool) -> None:
+    for compiled in kernels:
         assert compiled.shared <= SHARED_MEMORY
-        uses_wgmma = "wgmma.mma_async" in compiled.ptx
-        assert uses_wgmma == (dtype != torch.float32 and max_seqlen > 32)
+        assert ("wgmma.mma_async" in compiled.ptx) == uses_wgmma
         assert not re.findall(r"^\s*(atom|red)\b", compiled.ptx, re.MULTILINE)
+    for binary in folder.glob("*.cubin"):
+        assert unwritten_registers(binary) == []
+
+
+@pytest.mark.parametrize(
+    ("max_seqlen", "head_dim", "dtype", "name", "num_kernels"),
+    [
+        (32, 64, torch.bfloat16, "plain", 1),
+        (64, 64, torch.bfloat16, "plain", 1),
+        (64, 64, torch.float16, "prefix_rows", 1),
+        (128, 64, torch.bfloat16, "plain", 1),
+        (197, 64, torch.bfloat16, "prefix_rows", 2),
+        (197, 64, torch.float16, "soft_exempt_self", 2),
+        (577, 72, torch.bfloat16, "plain", 2),
+        (577, 256, torch.float16, "plain", 2),
+        (577, 64, torch.float32, "plain", 2),
+    ],
+)
+def test_shipped_tile_of_the_backward_fits_hopper(
+    max_seqlen: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    name: str,
+    num_kernels: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    from prunevit.kernels import triton_backward, triton_forward
+
+    option = OPTIONS[name]
+    case = make_case([max_seqlen], head_dim, 6, dtype)
+    given = DEFAULTS | case.arguments(option)
+    rows = torch.zeros(max_seqlen, 6, head_dim, dtype=dtype)
+    prefix = torch.zeros(max_seqlen, given["prefix_rows"], 6) if given["prefix_rows"] else None
+    monkeypatch.setattr(triton_backward, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
+    monkeypatch.setattr(triton_backward, "bind", triton_forward.bind.__wrapped__)
+    monkeypatch.setattr(triton_backward, "_plan", triton_backward._plan.__wrapped__)
+    kernels = compile_all_for_hopper(
+        monkeypatch,
+        triton_forward,
+        lambda: triton_backward.triton_backward(
+            rows, prefix, None, case.qkv, None, None, case.cu_seqlens, max_seqlen, 0.125, given["key_weight"],
+            given["soft"], given["exempt_self"], given["softmax_eps"], rows, torch.zeros(1, 6, max_seqlen),
+            given["key_weight"] is not None, given["soft"] is not None,
+        ),
+        tmp_path,
+    )  # fmt: skip
+    assert len(kernels) == num_kernels
+    assert all(compiled.spilled <= 128 for compiled in kernels)  # outside of the loop
+    check(kernels, tmp_path, uses_wgmma=dtype != torch.float32 and max_seqlen > 32)

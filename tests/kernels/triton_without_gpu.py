@@ -91,10 +91,38 @@ def _compile(kernel: Any, constants: dict[str, Any], arguments: tuple[Any, ...],
     options = {name: value for name, value in constants.items() if name not in constexprs}
     source = ASTSource(kernel, signature, constexprs, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    binary = folder / "kernel.cubin"
+    binary = folder / f"{kernel.__name__}.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
     report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     found = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", report)
     assert found, report
     return Compiled(compiled.asm["ptx"], int(found[1]) + int(found[2]), compiled.metadata.shared)
+
+
+def unwritten_registers(binary: Path) -> list[str]:
+    """Return the instructions of a cubin that are the first to name a uniform register, and read it.
+
+    ptxas has been seen to lose the writes when it ran out of these 63: matrix instructions then take their
+    operands from anywhere. Theirs are described in four, of which the first two lie idle if a register holds A.
+    """
+    triton = pytest.importorskip("triton")
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", str(binary)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    written, found = {63}, []  # 63 is zero
+    for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", listing, re.MULTILINE):
+        name, _, operands = re.sub(r"^@!?U?P\w+\s+", "", line).partition(" ")
+        target, _, sources = operands.strip().partition(",")
+        writes = re.fullmatch(r"UR(\d+)", target)
+        described = re.search(r"gdesc\[UR(\d+)\]", operands)
+        reads = {int(register) for register in re.findall(r"UR(\d+)", sources if writes else operands)}
+        if described:
+            first = int(described[1])
+            reads = {first + 2, first + 3} if re.match(r"\s*R\d+", sources) else {*range(first, first + 4)}
+        if reads - written:
+            found.append(line)
+            written |= reads
+        if writes:
+            first = int(writes[1])
+            written |= {first, first + 1} if ".64" in name or "WIDE" in name else {first}
+    return found

@@ -263,12 +263,12 @@ def test_neither_neighbours_nor_dead_rows_change_a_ragged_image(name: str) -> No
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "budget": (lambda: ATS(-1), r"ATS: budget must be in \(0, inf\], got -1"),
-    "variant": (lambda: ATS(variant="x"), 'variant must be "official" or "token_reduction"'),
+    "budget": (lambda: ATS(-1), r"ATS: budget must be in \(0, inf\), got -1"),
+    "variant": (lambda: ATS(variant="x"), "ATS: variant must be one of official, token_reduction, got 'x'"),
     "no share": (lambda: ATS(variant="token_reduction"), r"budget must be in \(0, 1\]"),
     "no rows": (lambda: ATS(20, variant="token_reduction"), r"budget must be in \(0, 1\]"),
     "prob": (lambda: PatchDropout(1.0), r"PatchDropout: prob must be in \[0, 1\), got 1"),
-    "rule": (lambda: DynamicViT(rule="x"), 'rule must be "count" or "threshold", got "x"'),
+    "rule": (lambda: DynamicViT(rule="x"), "DynamicViT: rule must be one of count, threshold, got 'x'"),
     "no ranking": (lambda: Cross("tome"), "score must be a policy that ranks patches, got ToMe"),
     "no layers": (lambda: Cross("topk", "none"), "count must be a policy with layers"),
     "unknown setting": (lambda: Cross({"name": "topk", "rate": 1}), r"got \['rate'\]"),

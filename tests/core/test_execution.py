@@ -11,8 +11,8 @@ from tests_support import small_vit
 from torch import Tensor
 
 import prunevit
-from prunevit.accelerate import accelerate
-from prunevit.graphs import GraphCache, SegmentedWalk, bucket
+from prunevit.execution import accelerate, signature
+from prunevit.graphs import LAUNCH_BOUND_ROWS, Course, GraphCache, SegmentedWalk, bucket, survey
 from prunevit.policies import EViT, NoPruning, RandomPruning, ThresholdL2, ToMe, TopK, TopP
 from prunevit.policy import PruningPolicy
 
@@ -50,22 +50,61 @@ DYNAMIC: dict[str, Callable[[], list[PruningPolicy]]] = {
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-@pytest.mark.parametrize("batch", [3, 40])
+@pytest.mark.parametrize("batch", [3, 60])
 def test_the_cut_walk_equals_the_walk(name: str, batch: int) -> None:
     """Every segment at a capacity, through buffers, with other boundaries at each call."""
     pruned = prunevit.prune(small_vit(), DYNAMIC[name]())
     runner = PlainRunner()
-    walk = SegmentedWalk(pruned, runner, pruned.walk, "key")
     with torch.no_grad():
+        _, course = survey(pruned, torch.zeros(batch, 3, 96, 96, dtype=torch.float64))
+        walk = SegmentedWalk(pruned, runner, pruned.walk, "key", course)
         for seed in range(3):
             images = torch.randn(
                 batch, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
             )
             torch.testing.assert_close(walk(images), pruned(images), rtol=0, atol=1e-11)
-    if batch * 37 <= 1024:
+    if batch * 37 <= LAUNCH_BOUND_ROWS:
         assert set(runner.keys) == {("key", "whole")}
     else:
         assert {key[1] for key in runner.keys} == set(range(len(walk.cuts) + 1))  # type: ignore[index]
+
+
+def test_a_survey_tells_where_counts_are_unknown() -> None:
+    images = torch.randn(2, 3, 96, 96, dtype=torch.float64)
+    for policies, cuts in (
+        ([EViT(0.5, (1, 2))], ()),
+        ([TopK(0.8, (0,)), TopP(0.7, (1,)), EViT(0.5, (3,))], (3, 7)),
+        ([ThresholdL2(0.0, (2,))], (4,)),
+    ):
+        pruned = prunevit.prune(small_vit(), policies)
+        with torch.no_grad():
+            logits, course = survey(pruned, images)
+            torch.testing.assert_close(logits, pruned(images), rtol=0, atol=0)
+        assert course == (cuts, 2 * 37, 37)
+
+
+def test_a_precision_is_part_of_what_a_graph_is_for() -> None:
+    images = torch.randn(2, 3, 96, 96)
+    seen = [signature((images,)), signature((images[:1],)), signature((images.double(),))]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            seen.append(signature((images,)))
+    assert len(set(seen)) == 5
+    assert signature((images + 1,)) == seen[0]
+
+
+def test_inference_mode_leaves_nothing_behind() -> None:
+    model = accelerate(prunevit.prune(small_vit(), EViT(0.5, (1,))))
+    images = torch.randn(2, 3, 96, 96, dtype=torch.float64)
+    with torch.inference_mode():
+        logits = model(images.clone())
+    assert not logits.is_inference()
+    torch.testing.assert_close(model(images), logits)
+
+
+def test_the_package_names_the_function() -> None:
+    """A module of that name would take the function's place once it is imported."""
+    assert prunevit.accelerate is accelerate
 
 
 def test_best_is_eager_without_a_gpu_and_graphs_are_refused() -> None:
@@ -90,6 +129,19 @@ def test_a_walk_of_known_counts_is_one_compiled_graph(policy: PruningPolicy) -> 
     compiled = torch.compile(pruned.forward, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), pruned(images), rtol=0, atol=1e-11)
+
+
+def test_buffers_are_kept_for_a_bounded_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prunevit.execution.MAX_WALKS", 2)
+    model = accelerate(prunevit.prune(small_vit(), TopP(0.7, (1,))))
+    course = Course((3,), 37, 37)
+    first = [model._cut_walk("eager", key, course) for key in "aba"]
+    assert first[0] is first[2]
+    later = [model._cut_walk("eager", key, course) for key in "cab"]  # "b" was unused for longest
+    assert later[1] is first[0]
+    assert later[2] is not first[1]
+    assert len(model._walks) == 2
+    assert len({walk.key for walk in (*first, *later)}) == 4
 
 
 def test_copies_and_pickles_start_without_graphs() -> None:
@@ -121,7 +173,10 @@ INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Tens
 @INDUCTOR
 @pytest.mark.parametrize("name", [*STATIC, *DYNAMIC])
 @pytest.mark.parametrize("mode", ["graph", "compile+graph"])
-def test_modes_agree_on_a_gpu(name: str, mode: str) -> None:
+def test_modes_agree_on_a_gpu(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The patches are a convolution, which cuDNN rounds to TF32 unless told not to.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr("prunevit.graphs.LAUNCH_BOUND_ROWS", 1024)
     pruned = prunevit.prune(small_vit().cuda().float(), {**STATIC, **DYNAMIC}[name]())
     fast = accelerate(pruned, mode)
     for batch in (2, 33, 33, 2, 33, 1, 1, 33):
@@ -134,6 +189,39 @@ def test_modes_agree_on_a_gpu(name: str, mode: str) -> None:
         fast(images + 1, index)
         torch.testing.assert_close(kept, expected, rtol=0, atol=2e-4, msg="an output was overwritten")
     assert len(fast._graphs) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["evit", "top_p"])
+def test_graphs_of_other_precisions_are_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast on, off and of another dtype, in turn, and with weights changed between calls under autocast."""
+    monkeypatch.setattr("prunevit.graphs.LAUNCH_BOUND_ROWS", 1024)
+    pruned = prunevit.prune(small_vit().cuda().float(), {**STATIC, **DYNAMIC}[name]())
+    fast = accelerate(pruned, "graph")
+    images = torch.randn(33, 3, 96, 96, device="cuda")
+    for dtype in (torch.bfloat16, None, torch.float16, torch.bfloat16, None):
+        for _ in range(3):
+            with torch.no_grad(), torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+                expected = pruned(images)
+                got = fast(images)
+                assert got.dtype == expected.dtype
+                torch.testing.assert_close(got, expected, rtol=0, atol=0)
+                pruned.model.head.weight.mul_(1.1)
+    assert len(fast._courses) == 3
+
+
+@pytest.mark.gpu
+def test_inference_mode_and_no_grad_share_a_graph() -> None:
+    pruned = prunevit.prune(small_vit().cuda().float(), EViT(0.5, (1,)))
+    fast = accelerate(pruned, "graph")
+    images = torch.randn(2, 3, 96, 96, device="cuda")
+    with torch.inference_mode():
+        expected = pruned(images)
+        for _ in range(3):
+            torch.testing.assert_close(fast(images.clone()), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(images), expected.clone())
+    assert len(fast._graphs) == 1
 
 
 @pytest.mark.gpu

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from prunevit.graphs import GraphCache, SegmentedWalk
+from prunevit.graphs import Course, GraphCache, SegmentedWalk, survey
 from prunevit.vit import RaggedViT
+
+MAX_WALKS = 16
+"""Input shapes for which the buffers of a cut walk are kept."""
 
 MODES = ("eager", "compile", "graph", "compile+graph", "best")
 
@@ -40,7 +44,7 @@ class Accelerated(nn.Module):
     Attributes:
         model: The model.
         mode: The mode asked for.
-        chosen: For each input shape that "best" met, the seconds of a call in each mode.
+        chosen: For the `signature` of each input that "best" met, the seconds of a call in each mode.
     """
 
     def __init__(self, model: nn.Module, mode: str = "best", max_graphs: int = 64) -> None:
@@ -78,25 +82,50 @@ class Accelerated(nn.Module):
         if self._places() != self._seen_places:
             self._drop()
         inputs = (images,) if image_index is None else (images, image_index)
-        with torch.no_grad():
-            return self._run(self._fastest(inputs) if self.mode == "best" else self.mode, inputs)
+        if self.mode == "eager":
+            with torch.no_grad():
+                return self.model(*inputs)
+        # What is kept from call to call, as a graph's own input, must not be a tensor of inference mode.
+        with torch.cuda.device_of(images), torch.inference_mode(False), torch.no_grad():
+            lasting = tuple(each.clone() if each.is_inference() else each for each in inputs)
+            return self._run(self._fastest(lasting) if self.mode == "best" else self.mode, lasting)
 
     def _run(self, mode: str, inputs: tuple[Tensor, ...]) -> Tensor:
-        key = (mode, *((each.shape, each.dtype) for each in inputs))
-        if mode in ("eager", "compile") or key not in self._seen:
-            self._seen.add(key)
+        if mode in ("eager", "compile"):
             return self._forward(mode)(*inputs)
-        if self._host_knows_counts(inputs):
+        key = (mode, *signature(inputs))
+        if key not in self._courses:
+            return self._first(key, inputs)
+        course = self._courses[key]
+        if not course.cuts:
             forward = self._forward(mode)
             return self._graphs(key, lambda *each: (forward(*each),), inputs)[0].clone()
-        if key not in self._walks:
-            self._walks[key] = SegmentedWalk(self.model, self._graphs, self._walk(mode), key)  # type: ignore[arg-type]
-        return self._walks[key](*inputs).clone()
+        return self._cut_walk(mode, key, course)(*inputs).clone()
+
+    def _cut_walk(self, mode: str, key: Hashable, course: Course) -> SegmentedWalk:
+        """The walk for these inputs; beyond `MAX_WALKS` the one unused for longest goes, with its buffers."""
+        walk = self._walks.pop(key, None)
+        if walk is None:
+            # A number that no other walk had: graphs that outlive their walk are never found again.
+            model, number = cast(RaggedViT, self.model), next(self._numbers)
+            walk = SegmentedWalk(model, self._graphs, self._walk(mode), number, course)
+        self._walks[key] = walk
+        if len(self._walks) > MAX_WALKS:
+            del self._walks[next(iter(self._walks))]
+        return walk
+
+    def _first(self, key: Hashable, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The first call of its kind: without a graph, looking at what a graph must allow for."""
+        if isinstance(self.model, RaggedViT):
+            logits, self._courses[key] = survey(self.model, *inputs)
+            return logits
+        self._courses[key] = Course((), 0, 0)
+        return self.model(*inputs)
 
     def _fastest(self, inputs: tuple[Tensor, ...]) -> str:
         if not inputs[0].is_cuda:
             return "eager"
-        key = tuple((each.shape, each.dtype) for each in inputs)
+        key = signature(inputs)
         if key not in self.chosen:
             self.chosen[key] = {mode: self._time(mode, inputs) for mode in MODES[:-1]}
         return min(self.chosen[key], key=self.chosen[key].__getitem__)
@@ -111,16 +140,6 @@ class Accelerated(nn.Module):
             torch.cuda.synchronize(inputs[0].device)
             seconds.append(time.perf_counter() - start)
         return sorted(seconds[3:])[calls // 2]
-
-    def _host_knows_counts(self, inputs: tuple[Tensor, ...]) -> bool:
-        """Whether no stage's count depends on the data: found by looking at one forward of this shape."""
-        if not isinstance(self.model, RaggedViT):
-            return True
-        key = inputs[0].shape
-        if key not in self._static:
-            stages = self.model.trace(*inputs).stages
-            self._static[key] = all(stage.mask.rows_per_image is not None for stage in stages)
-        return self._static[key]
 
     def _forward(self, mode: str) -> Callable[..., Tensor]:
         return self._compiled("forward") if mode.startswith("compile") else self.model
@@ -147,9 +166,9 @@ class Accelerated(nn.Module):
 
     def _drop(self) -> None:
         self._graphs = GraphCache(self.max_graphs)
-        self._seen: set[Hashable] = set()
-        self._static: dict[Hashable, bool] = {}
-        self._walks: dict[Hashable, SegmentedWalk] = {}
+        self._courses: dict[Hashable, Course] = {}
+        self._walks: dict[Hashable, SegmentedWalk] = {}  # the one used last stands last
+        self._numbers = itertools.count()
         self._code: dict[str, Callable[..., Any]] = {}
         self.chosen: dict[Hashable, dict[str, float]] = {}
         owned = [(owner, name) for owner in self.model.modules() for name in owner._parameters]
@@ -159,10 +178,21 @@ class Accelerated(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: graphs, compiled code, timings."""
-        own = ("_graphs", "_seen", "_static", "_walks", "_code", "chosen", "_ends", "_seen_places")
+        own = ("_graphs", "_courses", "_walks", "_numbers", "_code", "chosen", "_ends", "_seen_places")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without graphs."""
         super().__setstate__(state)
         self._drop()
+
+
+def signature(inputs: tuple[Tensor, ...]) -> tuple[Hashable, ...]:
+    """What decides, besides the values of the inputs, how they run: shapes, dtypes and the precision of autocast.
+
+    Args:
+        inputs: Of a model.
+    """
+    kind = inputs[0].device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return autocast, *((each.shape, each.dtype) for each in inputs)

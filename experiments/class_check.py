@@ -1,0 +1,54 @@
+"""Whether class folders fit the head of an architecture, known from its timm configuration: no weights are fetched."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+from timm.models import get_pretrained_cfg, is_model
+from timm.utils import natural_key
+
+from prunevit.experiments.config import DataConfig, InputError, ModelConfig
+from prunevit.experiments.folders import split_folder
+from prunevit.experiments.images import readable_endings
+from prunevit.experiments.labels import class_names, head_indices
+
+
+def check_classes(data: DataConfig, model: ModelConfig) -> None:
+    """Refuse class folders that do not fit the model's head, as far as that can be told ahead of building it.
+
+    Args:
+        data: The data group; what is no folder of class folders is passed over.
+        model: The model group; the bundled model and what a hub holds are passed over.
+
+    Raises:
+        InputError: As `load_data`, which looks again.
+    """
+    config = get_pretrained_cfg(model.name) if is_model(model.name) else None
+    if (
+        config is None
+        or data.root is None
+        or data.dataset
+        or data.ground_truth
+        or not os.path.isdir(data.root)
+    ):
+        return
+    labels = _class_folders(split_folder(Path(data.root), data.split))
+    classes = model.num_classes or config.num_classes
+    if labels and classes:
+        head = SimpleNamespace(num_classes=classes, pretrained_cfg=config.to_dict())
+        head_indices(labels, class_names(head, data.class_map), classes)
+
+
+def _class_folders(root: Path) -> list[str]:
+    """Folders that hold an image, in natural order; none for a flat folder."""
+    endings = readable_endings()
+    try:
+        folders = [each for each in root.iterdir() if each.is_dir()]
+        with_images = [each.name for each in folders if _holds_image(each, endings)]
+    except OSError as error:
+        raise InputError(f"data.root: {error.filename} must be readable ({error.strerror})") from error
+    return sorted(with_images, key=natural_key)
+
+
+def _holds_image(folder: Path, endings: tuple[str, ...]) -> bool:
+    return any(os.path.splitext(each)[1].lower() in endings for each in os.listdir(folder))

@@ -1,0 +1,1 @@
+"""Several pruned models beside each other: one pass over the images, statistics, and the report."""

@@ -1,0 +1,62 @@
+"""The table of a comparison on the screen."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from prunevit.experiments.comparison.statistics import NO_DIFFERENCE
+from prunevit.experiments.report import LEFT_OUT, Row
+
+
+def print_comparison(
+    rows: Sequence[Row], seeds: Sequence[dict[str, Any]], console: Console | None = None
+) -> None:
+    """Show all rows under the unpruned model, and what failed beneath.
+
+    Args:
+        rows: In their order.
+        seeds: Groups of rows that differ by the seed, from `seed_groups`.
+        console: Where to print; the terminal by default.
+    """
+    console = console or Console()
+    measured = [row for row in rows if row["error"] is None]
+    for row in rows:
+        if row["error"] is not None:
+            console.print(
+                f"{row['name']} failed: {row['error']}", soft_wrap=True, highlight=False, markup=False
+            )
+    if not measured:
+        return
+    first = measured[0]
+    console.print(
+        f"unpruned top-1 {first['dense_top1']:.2f} % on {first['images']} images "
+        f"({first['model']}, weights {first['weights']}), {first['dense_gmacs']:.2f} GMACs",
+        soft_wrap=True,
+        highlight=False,
+    )
+    timed = first["images_per_s"] is not None
+    speed = ("img/s", "speed") if timed else ()
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for heading in ("row", "top-1 %", "95 %", "less unpruned", "GMACs", *speed):
+        table.add_column(heading, justify="left" if heading == "row" else "right", overflow="fold")
+    for row in measured:
+        table.add_row(*_cells(row, timed))
+    if first["accelerator"] == "cpu" and timed:
+        table.caption = "speeds on a CPU are not representative"
+    console.print(table)
+    for group in seeds:
+        names = ", ".join(group["rows"])
+        said = f"{names}: top-1 {group['top1_mean']:.2f} +- {group['top1_std']:.2f} % over the seeds"
+        console.print(said, soft_wrap=True, highlight=False, markup=False)
+    for name, said in LEFT_OUT.items():
+        if first[name]:
+            console.print(f"{said}: {first[name]}", highlight=False)
+
+
+def _cells(row: Row, timed: bool) -> list[str]:
+    interval = f"{row['top1_low']:.1f}-{row['top1_high']:.1f}"
+    less = NO_DIFFERENCE if row["unpruned_verdict"] == NO_DIFFERENCE else f"{row['unpruned_difference']:+.2f}"
+    cells = [row["name"], f"{row['top1']:.2f}", interval, less, f"{row['gmacs']:.2f}"]
+    return [*cells, f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}"] if timed else cells

@@ -1,0 +1,94 @@
+# ruff: noqa: RUF009 (`key` and `group` return dataclass fields)
+"""`prunevit show`: one photo, and what a policy keeps of it at each stage."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prunevit.experiments.comparison.pictures import class_titles, draw, look, prediction, save
+from prunevit.experiments.config import InputError, ModelConfig, VerbConfig, group, key
+from prunevit.experiments.data import Batch, evaluation_transform
+from prunevit.experiments.images import ImageError, read_image
+from prunevit.experiments.labels import class_names
+from prunevit.experiments.models import build_model, check_fit, prune_model
+from prunevit.experiments.policy_spec import build_policy, policy_errors
+from prunevit.experiments.weights import load_policies, read_weights
+
+
+@dataclass
+class ShowConfig(VerbConfig):
+    """The keys of `prunevit show`."""
+
+    image: str = key("", "the photo; the folder that it stands in is its label if the model has such a class")
+    output: str = key("kept.png", "the PNG file to write; one that is there is replaced")
+    model: ModelConfig = group(ModelConfig, "a file of configs/model, or a timm architecture")
+    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
+    weights: str | None = key(
+        None, "weights file of the model: safetensors, or a torch pickle of tensors only"
+    )
+    seed: int = key(0, "seed of a policy that draws", low=0, high=2**32 - 1)
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the files, a line each."""
+        lines = []
+        if not os.path.isfile(self.image):
+            lines.append(f"image: must be a photo, got {self.image or 'none'}")
+        elif os.path.exists(self.output) and os.path.samefile(self.image, self.output):
+            lines.append(f"output: must be another file than the photo, got {self.output}")
+        if Path(self.output).suffix.lower() != ".png":
+            lines.append(f"output: must end in .png, got {self.output}")
+        return lines
+
+
+def run(config: ShowConfig) -> Path:
+    """Draw the photo with the patches that a policy drops darkened and those that it joins coloured.
+
+    Args:
+        config: The composed configuration.
+
+    Returns:
+        The PNG file.
+
+    Raises:
+        InputError: If the input is wrong; nothing is written then.
+    """
+    name = config.policy["name"]
+    with policy_errors(name):
+        check_fit(config.model, build_policy(config.policy, config.seed))
+    weights = read_weights(config.weights)
+    model = build_model(config.model, weights)
+    try:
+        photo = read_image(config.image, config.image)
+    except ImageError as error:
+        raise InputError(f"image: {error}") from error
+    batch = Batch(
+        evaluation_transform(model)(photo)[None],
+        torch.tensor([-1]),
+        torch.tensor([0]),
+        (),
+    )
+    with policy_errors(name), torch.inference_mode():
+        pruned = prune_model(model, build_policy(config.policy, config.seed))
+        load_policies(pruned, weights)
+        policy: Any = pruned.policies[0]
+        knob = f" {policy.knob}={policy.knob_value}" if policy.knob else ""
+        stages = look(name + knob, pruned, batch)
+        unpruned = prediction(model(batch.images)[0], class_titles(model))
+    title = f"{Path(config.image).name}: {_label(config.image, model)}unpruned {unpruned}"
+    try:
+        save(draw(title, stages), Path(config.output), title, dpi=200)
+    except OSError as error:
+        raise InputError(
+            f"output: must be a file that can be written, got {config.output} ({error.strerror})"
+        ) from error
+    print(f"picture in {config.output}")
+    return Path(config.output)
+
+
+def _label(image: str, model: Any) -> str:
+    """The class whose folder the photo stands in, for the title; nothing if it is none."""
+    folder, names = Path(image).absolute().parent.name, class_names(model, None) or []
+    return f"label {class_titles(model)[names.index(folder)]}, " if folder in names else ""

@@ -1,0 +1,84 @@
+"""The table of a report in LaTeX, in the style of booktabs."""
+
+from collections.abc import Sequence
+
+from prunevit.experiments.comparison.saved import UNPRUNED, Measured
+from prunevit.experiments.comparison.series import Row, unpruned
+
+ESCAPES = {
+    "\\": r"\textbackslash{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}
+SAME = r"\textsuperscript{=}"  # beside a difference that has not been shown
+
+
+def latex(measured: Sequence[Measured]) -> str:
+    r"""Make one `tabular` for each set of images, which `\input` takes in; it needs `\usepackage{booktabs}`.
+
+    The last column is the paired difference to the unpruned model, where the run has compared them.
+
+    Args:
+        measured: The rows, by their images.
+    """
+    return "% \\usepackage{booktabs}\n" + "\n".join(_tabular(each) for each in measured)
+
+
+def escape(text: str) -> str:
+    """Escape what LaTeX would read as a command; what is not ASCII needs a Unicode engine or inputenc.
+
+    Args:
+        text: Plain text.
+    """
+    return "".join(ESCAPES.get(sign, sign) for sign in text)
+
+
+def _tabular(measured: Measured) -> str:
+    on_cpu = any(row["accelerator"] == "cpu" for row in measured.rows)
+    speed = "Images/s (CPU)" if on_cpu else "Images/s"
+    heads = (
+        "Row",
+        r"Top-1, \% (95\,\% interval)",
+        r"Agreement, \%",
+        "GMACs",
+        speed,
+        "Difference",
+    )
+    lines = [
+        f"% {' '.join(measured.title.split())}; {SAME}: no difference shown",
+        r"\begin{tabular}{l" + "r" * (len(heads) - 1) + "}",
+        r"\toprule",
+        " & ".join(heads) + r" \\",
+        r"\midrule",
+        *(_line(row, "") for row in unpruned(measured.rows)),
+        *(_line(row, _difference(row["name"], measured.pairs)) for row in measured.rows),
+        *(rf"{escape(row['name'])} & \multicolumn{{5}}{{l}}{{failed}} \\" for row in measured.failed),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row, difference: str) -> str:
+    top1 = f"{row['top1']:.2f}"
+    if row.get("top1_low") is not None:
+        top1 += f" ({row['top1_low']:.1f}--{row['top1_high']:.1f})"
+    figures = (
+        _number(row[name], digits) for name, digits in (("agreement", 2), ("gmacs", 3), ("images_per_s", 1))
+    )
+    return " & ".join([escape(row["name"]), top1, *figures, difference]) + r" \\"
+
+
+def _difference(name: str, pairs: Sequence[Row]) -> str:
+    """Of a row minus its unpruned model, marked where it has not been shown."""
+    for pair in pairs:
+        if (pair["a"], pair["b"]) == (name, UNPRUNED):
+            return f"${pair['difference']:+.2f}$" + (SAME if pair["low"] <= 0 <= pair["high"] else "")
+    return ""
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "--" if value is None else f"{value:.{digits}f}"

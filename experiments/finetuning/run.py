@@ -1,0 +1,139 @@
+"""`prunevit finetune`: from a configuration to a weights file."""
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers.logger import Logger
+from omegaconf import OmegaConf
+
+from prunevit.experiments.config import InputError, LoggerConfig
+from prunevit.experiments.finetuning.atomic import atomically, remove_leftovers
+from prunevit.experiments.finetuning.checkpoints import (
+    BEST,
+    FINAL,
+    LAST,
+    AtomicIO,
+    Checkpoints,
+    Resumption,
+    find_checkpoint,
+)
+from prunevit.experiments.finetuning.config import FinetuneConfig
+from prunevit.experiments.finetuning.data import load_training_data
+from prunevit.experiments.finetuning.module import FinetuneModule
+from prunevit.experiments.finetuning.monitor import CURVE, Bar, Curve, Monitor
+from prunevit.experiments.finetuning.plan import length_of
+from prunevit.experiments.finetuning.student import build, with_knob
+from prunevit.experiments.finetuning.weights_file import describe, write_weights
+from prunevit.experiments.finetuning.words import introduction, summary
+from prunevit.experiments.ranks import is_first_process
+from prunevit.experiments.report import choose_output_dir
+from prunevit.experiments.tracking import tracked
+from prunevit.experiments.trainer import make_trainer, run_quietly, world_size
+
+FILES = (CURVE, LAST, BEST, FINAL)
+# The teacher's and the average's places say nothing about mistakes.
+EXPECTED = (".*module.* in eval mode at the start of training.*",)
+
+
+def run(config: FinetuneConfig) -> None:
+    """Fine-tune, and write `best.safetensors`, `last.safetensors`, `last.ckpt`, `metrics.csv` and `config.yaml`.
+
+    Args:
+        config: The composed configuration.
+
+    Raises:
+        InputError: If the input is wrong, a loss is not finite or the disk is full; what was saved before stays.
+    """
+    config = with_knob(config)
+    resumption = find_checkpoint(config)
+    folder = _folder(config, resumption)
+    seed_everything(config.seed, workers=True, verbose=False)
+    pruned = build(config)
+    data = load_training_data(config, pruned.model)
+    if world_size(config) > data.held_out.size:
+        raise InputError(
+            f"devices: must be at most the {data.held_out.size} held-out images, got {world_size(config)}"
+        )
+    length = length_of(config, len(data.training))
+    module = FinetuneModule(pruned, data, config, length)
+    if is_first_process():
+        print(introduction(config, length, resumption))
+        _prepare(folder, config)
+    with tracked(config.logger if is_first_process() else LoggerConfig(), asdict(config)) as records:
+        try:
+            run_quietly(partial(_fit, module, config, folder, resumption), EXPECTED)
+        except KeyboardInterrupt:
+            if (folder / LAST).exists():
+                raise KeyboardInterrupt(
+                    f"{folder / LAST} is whole; go on with ckpt_path={folder / LAST}"
+                ) from None
+            raise
+        if module.trainer.is_global_zero:
+            records.append(module.val)
+    if module.trainer.is_global_zero:
+        print(summary(module.val, Curve.read(folder / CURVE), folder))
+
+
+def _folder(config: FinetuneConfig, resumption: Resumption | None) -> Path:
+    """Where the files go: where the checkpoint lies, unless another place is named."""
+    if resumption and config.output_dir in (None, str(resumption.path.parent)):
+        return resumption.path.parent
+    return choose_output_dir(config, FILES)
+
+
+def _fit(module: FinetuneModule, config: FinetuneConfig, folder: Path, resumption: Resumption | None) -> None:
+    length, parts = module.length, config.accumulate_grad_batches
+    recipe = config.training()
+
+    def write(path: Path) -> None:
+        said = describe(config, module.result, recipe)
+        write_weights(path, module.result, said | {"step": module.global_step, "val": module.val})
+
+    def validates(step: int) -> bool:
+        return step % validation == 0 or step == length.steps
+
+    monitor = Monitor(length, parts, config.log_every_n_steps)
+    every = length.epoch if config.checkpoint_every_n_steps is None else config.checkpoint_every_n_steps
+    validation = length.epoch * config.check_val_every_n_epoch
+    trainer = make_trainer(
+        config,
+        Bar(monitor),
+        callbacks=[monitor, Checkpoints(folder, every, validates, write)],
+        plugins=[AtomicIO()],
+        logger=[Curve(folder / CURVE, resumption.step if resumption else None), *_wandb(config)],
+        strategy="ddp" if world_size(config) > 1 else "auto",
+        enable_checkpointing=True,
+        max_epochs=1,  # of Lightning: all ours are one pass over the plan
+        max_steps=length.steps,
+        val_check_interval=validation * parts,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=config.num_sanity_val_steps,  # the row of step 0
+        accumulate_grad_batches=parts,
+        gradient_clip_val=config.gradient_clip_val or None,
+        log_every_n_steps=1,
+        inference_mode=False,
+    )
+    trainer.fit(module, ckpt_path=str(resumption.path) if resumption else None)
+
+
+def _prepare(folder: Path, config: FinetuneConfig) -> None:
+    """Make the folder; `config.yaml` repeats the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    settings = asdict(config) | {"ckpt_path": None}
+    with atomically(folder / "config.yaml") as temporary:
+        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
+
+
+def _wandb(config: FinetuneConfig) -> list[Logger]:
+    """Lightning's logger around the run that `tracked` opened."""
+    if config.logger.name != "wandb" or not is_first_process():
+        return []
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
+    experiment: Any = wandb.run
+    return [WandbLogger(experiment=experiment)]

@@ -1,0 +1,139 @@
+"""What `--help` says: rows of two columns, as wide as their words need, within the terminal."""
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import MISSING, Field
+from typing import Any
+
+from prunevit.experiments.compose import group_names, read_yaml
+from prunevit.experiments.config import GROUPS, leaves
+
+OTHER_NAMES = {"model": ", or any timm architecture", "policy": ", or package.module:Class, or file.py:Class"}
+WIDEST = 34  # characters of the first column; what is longer has the line to itself
+UNSET = "???"  # how YAML writes a key that must be set
+
+
+def columns(rows: Sequence[tuple[str, str]], widest: int = WIDEST) -> list[str]:
+    """Lay rows out in two columns.
+
+    Args:
+        rows: First and second column of each.
+        widest: Bound on the width of the first.
+    """
+    width = max((len(left) for left, _ in rows if len(left) <= widest), default=widest)
+    room = max(shutil.get_terminal_size().columns - width - 4, 30)
+    lines = []
+    for left, right in rows:
+        parts = textwrap.wrap(right, room, break_long_words=False, break_on_hyphens=False) or [""]
+        if len(left) > width:
+            lines.append(f"  {left}")
+            left = ""
+        lines += [
+            f"  {first:<{width}}  {part}".rstrip() for first, part in zip([left, *[""] * len(parts)], parts)
+        ]
+    return lines
+
+
+def group_rows(keys: dict[str, Any], chosen: dict[str, Any]) -> list[tuple[str, str]]:
+    """The groups of a verb: what each is by default, and what else it can be.
+
+    Args:
+        keys: Fields of the verb's schema by dotted key.
+        chosen: The verb's YAML.
+    """
+    return [
+        (f"{group}={chosen.get(group, 'null')}", ", ".join(group_names(group)) + OTHER_NAMES.get(group, ""))
+        for group in GROUPS
+        if group in chosen or group in keys
+    ]
+
+
+def key_rows(keys: dict[str, Any], chosen: dict[str, Any]) -> list[tuple[str, str]]:
+    """The keys of a verb with their defaults: what each means, and what it can be; arguments as `group_rows`."""
+    rows = [("config=null", "a YAML file of keys, read before the command line")]
+    for path, declared in keys.items():
+        if path != "policy":
+            choices = declared.metadata["choices"]
+            among = f"; one of {', '.join(choices)}" if choices else ""
+            rows.append((f"{path}={_default(declared, path, chosen)}", declared.metadata["help"] + among))
+    return rows
+
+
+def policy_rows() -> list[tuple[str, str]]:
+    """Each policy's name with its settings as shipped."""
+    rows = []
+    for policy in group_names("policy"):
+        settings = read_yaml(f"policy/{policy}.yaml").items()
+        words = [f"policy.{key}={in_yaml(value)}" for key, value in settings if key != "name"]
+        rows.append((policy, " ".join(words)))
+    return rows
+
+
+def in_yaml(value: object) -> str:
+    """Write a value as the command line takes it.
+
+    Args:
+        value: From YAML.
+    """
+    if value in (None, MISSING):
+        return "null"
+    if value == UNSET:
+        return "(must be set)"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_yaml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _default(declared: Field[Any], path: str, chosen: dict[str, Any]) -> str:
+    group, _, key = path.partition(".")
+    value = declared.default_factory() if callable(declared.default_factory) else declared.default
+    if key and group in chosen:
+        value = read_yaml(f"{group}/{chosen[group]}.yaml").get(key, value)
+    return "null" if value == UNSET else in_yaml(value)
+
+
+def positional_word(keys: dict[str, Any], positional: str) -> str:
+    """How the usage line writes the key that bare words fill; empty without one.
+
+    Args:
+        keys: Fields of the verb's schema by dotted key.
+        positional: Its name.
+    """
+    if not positional:
+        return ""
+    return f" [{positional.upper()}{' ...' if holds_list(keys[positional]) else ''}]"
+
+
+def holds_list(declared: Field[Any]) -> bool:
+    """Whether a key holds a list: several bare words may fill it.
+
+    Args:
+        declared: Its field in the schema.
+    """
+    return callable(declared.default_factory) and isinstance(declared.default_factory(), list)
+
+
+def verb_text(usage: str, summary: str, schema: type, yaml_name: str) -> str:
+    """Text of `prunevit VERB --help`: groups, then keys with defaults and meaning.
+
+    Args:
+        usage: The usage line.
+        summary: What the verb does.
+        schema: The dataclass of its keys.
+        yaml_name: Its file under `configs/`.
+    """
+    keys, lines = leaves(schema), [usage, "", summary, ""]
+    if not keys:
+        return "\n".join([*lines, "It has no keys."])
+    chosen = read_yaml(yaml_name)
+    if rows := group_rows(keys, chosen):
+        lines += ["groups (GROUP=NAME; a key of it: GROUP.KEY=VALUE)", *columns(rows), ""]
+    lines += ["keys", *columns(key_rows(keys, chosen))]
+    if "policy" in keys:
+        lines += [
+            "",
+            "keys of the policy are its constructor's arguments; as shipped:",
+            *columns(policy_rows()),
+        ]
+    return "\n".join(lines)

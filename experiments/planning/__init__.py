@@ -1,0 +1,1 @@
+"""What pruning will cost, ahead of a run, and what the papers say that it costs and keeps."""

@@ -1,0 +1,110 @@
+"""Checks of each decision by itself: what `pack` would refuse, and what it could not see. All others build on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from prunevit.keepmask import KeepMask
+from prunevit.packing import pack
+from prunevit.testing.candidate import Candidate, CheckFailure, Decision, NotApplicable, images, index
+
+PER_ROW = ("keep", "merge_into", "merge_weight", "size", "key_weight", "order", "soft")
+
+
+def check_setup(candidate: Candidate) -> str:
+    """It is a policy, can be made, and meets a model."""
+    return f"on {candidate.depth} blocks, it acts at {list(candidate.pruned().policies[0].layers)}"  # type: ignore[arg-type]
+
+
+def check_mask(candidate: Candidate) -> None:
+    """Each decision is a `KeepMask` with one entry a row, of the right types, that folds rows into rows that stay."""
+    for decision in _decisions(candidate):
+        mask, where = decision.mask, f"at layer {decision.layer}"
+        if not isinstance(mask, KeepMask):
+            raise CheckFailure(f"forward must return a KeepMask, got {type(mask).__name__} {where}")
+        rows = decision.tokens.x.shape[0]
+        for name in PER_ROW:
+            values = getattr(mask, name)
+            if values is not None and values.shape != (rows,):
+                raise CheckFailure(f"{name} must have shape [{rows}], got {list(values.shape)} {where}")
+        if mask.keep.dtype != torch.bool:
+            raise CheckFailure(f"keep must be bool, got {mask.keep.dtype} {where}")
+        if mask.rows_per_image is not None and not decision.tokens.uniform:
+            raise CheckFailure(f"rows_per_image must be None where images differ in rows, got one {where}")
+        if mask.merge_into is not None:
+            _check_folds(decision, where)
+
+
+def check_one_patch_stays(candidate: Candidate) -> None:
+    """Every image keeps a patch."""
+    for decision in _decisions(candidate):
+        left = decision.tokens.sum((decision.kept & decision.tokens.is_patch).int())
+        if not bool(left.all()):
+            image = int((left == 0).int().argmax())
+            raise CheckFailure(
+                f"image {image} keeps no patch at layer {decision.layer}; the verbs keep the best one"
+            )
+
+
+def check_known_count(candidate: Candidate) -> str:
+    """Where the policy says how many rows each image keeps, that is what each keeps."""
+    promised = [each for each in _decisions(candidate) if each.mask.rows_per_image is not None]
+    if not promised:
+        raise NotApplicable("the number of rows depends on the data")
+    for decision in promised:
+        rows, said = decision.tokens.sum(decision.kept.int()), decision.mask.rows_per_image
+        if not bool((rows == said).all()):
+            raise CheckFailure(
+                f"rows_per_image is {said} at layer {decision.layer}, but the images keep {rows.tolist()}"
+            )
+    return ", ".join(str(each.mask.rows_per_image) for each in promised) + " rows"
+
+
+def check_prefix(candidate: Candidate) -> None:
+    """CLS, distillation and register tokens come through each stage as they were."""
+    for decision in _decisions(candidate):
+        before, after = decision.tokens, pack(decision.tokens, decision.mask)
+        if not torch.equal(before.prefix(), after.prefix()):
+            raise CheckFailure(
+                f"the prefix rows are changed at layer {decision.layer}; they have weight 1, and nothing is folded "
+                "into them"
+            )
+
+
+def check_forward(candidate: Candidate) -> str:
+    """A forward pass runs and gives finite logits."""
+    _, error = candidate.decisions
+    if error is not None:
+        raise error
+    with torch.no_grad():
+        trace = candidate.pruned().trace(images(), index())
+    if not bool(trace.logits.isfinite().all()):
+        raise CheckFailure("the logits are not finite")
+    return f"{int(trace.attention_rows[0, 0])} -> {trace.mlp_rows[-1].double().mean():.1f} rows"
+
+
+def check_repeats(candidate: Candidate) -> None:
+    """The same images give the same logits again: draws in evaluation are keyed by seed and image."""
+    pruned = candidate.pruned()
+    with torch.no_grad():
+        first, again = pruned(images(), index()), pruned(images(), index())
+    if not torch.equal(first, again):
+        raise CheckFailure(
+            "two forward passes of the same images differ; draw by prunevit.draws, and keep no state in evaluation"
+        )
+
+
+def _decisions(candidate: Candidate) -> Iterator[Decision]:
+    yield from candidate.decisions[0]
+
+
+def _check_folds(decision: Decision, where: str) -> None:
+    into, image = decision.mask.merge_into, decision.tokens.image_id
+    rows = torch.arange(len(into))
+    inside = (into >= -1) & (into < len(into))
+    if not bool((inside & ((into < 0) | (image[into.clamp(0, len(into) - 1)] == image))).all()):
+        raise CheckFailure(f"merge_into must be -1 or a row of the same image, got others {where}")
+    if not bool((into == rows)[decision.kept].all()):
+        raise CheckFailure(f"merge_into of a row that stays must be that row, got others {where}")

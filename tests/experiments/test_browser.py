@@ -1,0 +1,160 @@
+"""The page in headless Chromium: what a reader sees, without a network, in both colour schemes and on a phone.
+
+Skipped where chromium and chromedriver are not installed.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from result_folders import DATA, a_row, two_policies, write_run
+
+from prunevit.experiments.comparison.report_run import write_report
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+)
+FAILED = {"name": "bad", "policy": "my:P", "kind": "policy", "error": "boom", "data": DATA}
+
+
+class Browser:
+    """Chromium on one page, driven through chromedriver."""
+
+    def __init__(self, profile: Path) -> None:
+        from selenium.webdriver import Chrome, ChromeOptions
+        from selenium.webdriver.chrome.service import Service
+
+        options = ChromeOptions()
+        options.binary_location = str(CHROMIUM)
+        for flag in (*FLAGS, f"--user-data-dir={profile}", "about:blank"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = Chrome(options=options, service=Service(str(DRIVER)))
+
+    def open(self, page: Path, scheme: str = "light", width: int = 1280) -> None:
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.driver.get_log("performance")
+        self.driver.get(page.as_uri())
+
+    def send(self, command: str, **arguments: Any) -> Any:
+        return self.driver.execute_cdp_cmd(command, arguments)
+
+    def ask(self, script: str) -> Any:
+        """What a JavaScript expression gives."""
+        return self.driver.execute_script(f"return {script}")
+
+    def requests(self) -> list[str]:
+        """Addresses that were asked for since the page was opened."""
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    opened = Browser(tmp_path_factory.mktemp("chromium"))
+    yield opened
+    opened.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four policies' rows of one set of images, one of another, one that failed, two pictures."""
+    root = tmp_path_factory.mktemp("runs")
+    folder = write_run(root / "A", [*two_policies(), FAILED])
+    (folder / "pictures").mkdir()
+    for number in range(2):
+        pixels = np.full((60, 90, 3), 100 * number, dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "pictures" / f"{number}.png")
+    other = write_run(root / "B", [a_row("ats", 60, 2.0, data={**DATA, "sha256": "2e" * 32})])
+    return write_report([folder, other], root / "page.html")[0]
+
+
+def test_every_point_is_drawn_and_nothing_is_fetched(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    counts = browser.ask(
+        "[...document.querySelectorAll('section.data')].map(section => [...section.querySelectorAll('[data-chart]')]"
+        ".map(box => box.querySelectorAll('.scatterlayer .point').length))"
+    )
+    # Four rows and the unpruned model in three charts; lines without points for the tokens.
+    assert counts == [[5, 5, 5, 0], [2, 2, 2, 0]]
+    assert browser.ask("document.querySelectorAll('#chart-3-of-0 .scatterlayer .js-line').length") == 4
+    assert browser.ask("document.querySelectorAll('#chart-0-of-0 .errorbar').length") == 5
+    assert browser.ask("document.querySelectorAll('.difference .point').length") == 4 + 1
+    loaded = browser.ask("[...document.images].map(image => image.complete && image.naturalWidth)")
+    assert loaded == [90, 90]
+    assert browser.driver.get_log("browser") == []
+    assert [url for url in browser.requests() if not url.startswith("data:")] == [page.as_uri()]
+
+
+def column(browser: Browser, number: int) -> list[str]:
+    return browser.ask(
+        f"[...document.querySelector('table.rows').tBodies[0].rows].map(row => row.cells[{number}].dataset.value)"
+    )
+
+
+def test_a_heading_sorts_rising_then_falling(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert column(browser, 1) == ["85.0", "80.0", "86.0", "70.0"]
+    heading = "document.querySelectorAll('table.rows th')[1]"
+    browser.ask(f"{heading}.querySelector('button').click()")
+    assert column(browser, 1) == ["70.0", "80.0", "85.0", "86.0"]
+    assert browser.ask(f"{heading}.getAttribute('aria-sort')") == "ascending"
+    browser.ask(f"{heading}.querySelector('button').click()")
+    assert column(browser, 1) == ["86.0", "85.0", "80.0", "70.0"]
+    assert column(browser, 0)[0] == "tome r=8"
+    browser.ask("document.querySelectorAll('table.rows th')[0].querySelector('button').click()")
+    assert column(browser, 0) == ["evit keep_rate=0.5", "evit keep_rate=0.7", "tome r=16", "tome r=8"]
+
+
+def test_all_columns_and_another_reference(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    shown = "[...document.querySelectorAll('table.rows')[0].querySelectorAll('th')].filter(th => th.offsetWidth).length"
+    before = browser.ask(shown)
+    browser.ask("document.querySelector('.all-columns').click()")
+    assert browser.ask(shown) > before + 15
+    middle = "document.querySelector('.difference').data[0].x"
+    assert browser.ask(middle) == [-21, -11, -6, -5]  # of the unpruned model
+    browser.ask(
+        "(choice => { choice.value = 'tome r=16'; choice.dispatchEvent(new Event('change')); })"
+        "(document.querySelector('.reference'))"
+    )
+    assert browser.ask(middle) == [10, 15, 16, 21]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_both_colour_schemes_at_both_widths(browser: Browser, page: Path, width: int) -> None:
+    seen = {}
+    for scheme in ("light", "dark"):
+        browser.open(page, scheme, width)
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+        ground = browser.ask("getComputedStyle(document.body).backgroundColor")
+        title = browser.ask("getComputedStyle(document.querySelector('h1')).color")
+        axis = browser.ask("getComputedStyle(document.querySelector('.xtick text')).fill")
+        unpruned = browser.ask("document.querySelector('#chart-0-of-0').data.at(-1).marker.color")
+        assert title == axis
+        seen[scheme] = (ground, title, unpruned)
+        assert browser.driver.get_log("browser") == []
+    assert seen["light"] == ("rgb(255, 255, 255)", "rgb(27, 27, 27)", "#1b1b1b")
+    assert seen["dark"] == ("rgb(22, 24, 27)", "rgb(232, 232, 232)", "#e8e8e8")
+
+
+def test_a_change_of_scheme_is_followed(browser: Browser, page: Path) -> None:
+    browser.open(page, "light")
+    browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    browser.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert browser.ask("document.querySelector('#chart-0-of-0').data.at(-1).marker.color") == "#e8e8e8"

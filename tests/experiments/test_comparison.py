@@ -1,0 +1,513 @@
+"""Whole comparisons on a small model: every row is what `evaluate` finds, in one pass over the images."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models import VisionTransformer
+
+from prunevit.experiments import data, journal
+from prunevit.experiments.cli import main
+from prunevit.experiments.comparison.baselines import smaller_models
+from prunevit.experiments.comparison.config import CompareConfig
+from prunevit.experiments.comparison.rows import plan_rows
+from prunevit.experiments.comparison.shared import build_contenders, set_keys
+from prunevit.experiments.comparison.statistics import mcnemar
+from prunevit.experiments.compose import compose
+from prunevit.experiments.config import ModelConfig
+from prunevit.experiments.report import SPEED_COLUMNS
+
+Folders = Callable[..., Path]
+Evaluate = Callable[..., int]
+Compare = Callable[..., int]
+
+FAST = [
+    "timing_s=0",
+    "pictures=0",
+    "numeric_images=2",
+    "progress=false",
+    "data.num_workers=0",
+    "batch_size=4",
+]
+MODEL = ["model=test_vit", "model.num_classes=3", "accelerator=cpu"]
+FLAKY = """
+import os, signal
+from prunevit.policies import TopK
+
+class Flaky(TopK):
+    def __init__(self, keep_rate=0.5, layers=(1, 3), images=99, how="raise"):
+        super().__init__(keep_rate, layers)
+        self.images, self.how = images, how
+
+    def forward(self, tokens, attention, layer):
+        if int(tokens.image_index[0]) >= self.images:
+            if self.how == "raise":
+                raise RuntimeError("not this image")
+            if self.how == "interrupt":
+                raise KeyboardInterrupt
+            if not os.path.exists("stopped"):
+                open("stopped", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(tokens, attention, layer)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    model: Any = timm.create_model("test_vit", num_classes=3)
+    with torch.no_grad():  # fresh weights attend evenly and give logits that hardly differ
+        model.head.weight.mul_(30)
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(8)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Callable[..., Path]:
+    """Write a file of rows, given as YAML in one line each."""
+
+    def write(*rows: str) -> Path:
+        (tmp_path / "rows.yaml").write_text("rows:\n" + "".join(f"- {{{row}}}\n" for row in rows))
+        return tmp_path / "rows.yaml"
+
+    return write
+
+
+def compare(root: Path, output: Path | None, *words: str) -> int:
+    where = [f"output_dir={output}"] if output else []
+    given = {word.partition("=")[0] for word in words}
+    defaults = [word for word in (*MODEL, *FAST) if word.partition("=")[0] not in given]
+    return main(["compare", "data=folder", f"data.root={root}", *where, *defaults, *words])
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """A list that grows by the arguments of each call."""
+    calls, function = [], getattr(owner, name)
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return function(*given)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+def read(output: Path) -> dict[str, Any]:
+    return json.loads((output / "results.json").read_text())
+
+
+TOPK, EVIT = "policy: {name: topk, layers: [1, 3], keep_rate: 0.4}", "policy: {name: evit, layers: [2]}"
+
+
+def test_rows_are_those_of_evaluate_and_each_image_is_read_once(
+    folders: Folders,
+    evaluate: Evaluate,
+    weights: Path,
+    rows_file: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root, reads = folders(a=4, b=4, c=3), count_calls(monkeypatch, data, "read_image")
+    forwards = count_calls(monkeypatch, VisionTransformer, "forward")
+    words = [f"rows={rows_file(TOPK, EVIT)}", f"weights={weights}"]
+    assert compare(root, tmp_path / "out", *words) == 0
+    assert (len(reads), len(forwards)) == (11, 3)  # batches of 4
+    found = read(tmp_path / "out")
+    topk, evit = found["rows"]
+    assert [topk["name"], evit["name"]] == [
+        "topk keep_rate=0.4 layers=[1,3]",
+        "evit keep_rate=0.7 layers=[2]",
+    ]
+    more = [f"weights={weights}", "policy=topk", "policy.layers=[1,3]", "policy.keep_rate=0.4"]
+    assert evaluate(root, tmp_path / "alone", *more) == 0
+    (alone,) = read(tmp_path / "alone")["rows"]
+    assert set(alone) < set(topk)
+    assert {name: topk[name] for name in alone if name not in ("name", "config")} == {
+        name: value for name, value in alone.items() if name not in ("name", "config")
+    }
+    assert topk["data"]["files"] == 11
+    assert topk["top1"] != evit["top1"] or topk["logit_mean_abs"] != evit["logit_mean_abs"]
+
+    arrays = np.load(tmp_path / "out" / "predictions.npz")
+    assert arrays["index"].tolist() == [*range(11)]
+    assert arrays["target"].tolist() == [0] * 4 + [1] * 4 + [2] * 3
+    right = {row["name"]: arrays[row["name"]] == arrays["target"] for row in (topk, evit)}
+    for row in (topk, evit):
+        assert row["top1"] == pytest.approx(100 * right[row["name"]].mean())
+        assert row["dense_top1"] == pytest.approx(100 * (arrays["dense"] == arrays["target"]).mean())
+        assert row["unpruned_difference"] == pytest.approx(row["top1"] - row["dense_top1"])
+    (pair,) = found["pairs"]
+    assert (pair["a"], pair["b"]) == (topk["name"], evit["name"])
+    assert pair["difference"] == pytest.approx(topk["top1"] - evit["top1"])
+    a, b = right.values()
+    assert pair["p"] == mcnemar(int((a & ~b).sum()), int((b & ~a).sum()))
+    lines = [*csv.DictReader((tmp_path / "out" / "results.csv").read_text().splitlines())]
+    assert [(line["name"], float(line["top1"])) for line in lines] == [
+        (row["name"], row["top1"]) for row in (topk, evit)
+    ]
+    assert not (tmp_path / "out" / journal.FOLDER).exists()
+
+
+def test_policies_times_rates_times_seeds(folders: Folders, weights: Path, tmp_path: Path) -> None:
+    words = ["policies=[random,fixed_rate]", "keep_rates=[0.5,0.3]", "seeds=[0,1]", f"weights={weights}"]
+    assert compare(folders(a=3, b=3, c=3), tmp_path / "out", *words, "model.img_size=192") == 2
+    words += ["timing_s=0.01", "model=vit_tiny_patch16_224", "model.img_size=64", "model.pretrained=false"]
+    words += ["pictures=1"]
+    assert compare(tmp_path / "photos", tmp_path / "out", *words[:3], *words[4:]) == 0
+    found = read(tmp_path / "out")
+    assert [row["name"] for row in found["rows"]] == [
+        *(f"random keep_rate={rate} seed={seed}" for rate in (0.5, 0.3) for seed in (0, 1)),
+        *(f"fixed_rate keep_rate={rate}" for rate in (0.5, 0.3)),
+    ]
+    assert [group["rows"] for group in found["seeds"]] == [
+        [f"random keep_rate={rate} seed={seed}" for seed in (0, 1)] for rate in (0.5, 0.3)
+    ]
+    assert len(found["pairs"]) == 15
+    for row in found["rows"]:
+        assert row["images_per_s"] > 0
+        assert row["dense_latency_ms"] == found["rows"][0]["dense_latency_ms"]  # timed once
+        assert row["speedup"] == pytest.approx(row["images_per_s"] / row["dense_images_per_s"])
+    beside = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*.*")}
+    assert {"report.html", "table.tex", "figures/accuracy_gmacs.pdf", "pictures/000000.png"} <= beside
+    assert "unfinished" not in {file.split("/")[0] for file in beside}
+
+
+def test_a_policy_that_fails_is_a_row_with_its_error(
+    folders: Folders,
+    rows_file: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = rows_file(TOPK, "policy: {name: 'flaky:Flaky', images: 4}, name: broken", EVIT)
+    assert compare(folders(a=2, b=2, c=2), tmp_path / "out", f"rows={rows}", "model.pretrained=false") == 0
+    found = read(tmp_path / "out")
+    assert [row["error"] is None for row in found["rows"]] == [True, False, True]
+    assert "not this image" in found["rows"][1]["error"]
+    assert "top1" not in found["rows"][1]
+    assert [row.get("images") for row in found["rows"]] == [6, None, 6]
+    assert [(pair["a"], pair["b"]) for pair in found["pairs"]] == [
+        (found["rows"][0]["name"], found["rows"][2]["name"])
+    ]
+    assert "broken failed: " in capsys.readouterr().out
+    assert "broken" not in np.load(tmp_path / "out" / "predictions.npz")
+
+
+def test_a_killed_comparison_goes_on_where_it_was(
+    folders: Folders,
+    weights: Path,
+    rows_file: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = folders(a=7, b=7, c=7)
+    kill = "policy: {name: 'flaky:Flaky', images: 12, how: kill}"  # in the fourth batch
+    words = [*MODEL, *FAST, f"weights={weights}", f"rows={rows_file(TOPK, kill, EVIT)}"]
+    words = ["compare", "data=folder", f"data.root={root}", *words]
+    patched = "import sys; from prunevit.experiments import journal, cli; journal.EVERY_S = 0; "
+    command = [sys.executable, "-c", f"{patched}sys.exit(cli.main(sys.argv[1:]))", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    died = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
+    assert died.returncode == -9
+    (begun,) = (tmp_path / "outputs").iterdir()
+    assert not (begun / "results.json").exists()
+
+    reads = count_calls(monkeypatch, data, "read_image")
+    assert main(words) == 0  # the same command, which names no folder
+    assert f"prunevit: going on in outputs/{begun.name}\n" in capsys.readouterr().err
+    assert len(reads) == 4 + 9  # what speed is measured on, and what was not done
+    assert [*(tmp_path / "outputs").iterdir()] == [begun]
+    assert main([*words, "output_dir=whole"]) == 0
+    resumed, whole = read(begun), read(tmp_path / "whole")
+    assert resumed["rows"] == whole["rows"]
+    assert resumed["pairs"] == whole["pairs"]
+    once, again = (np.load(folder / "predictions.npz") for folder in (begun, tmp_path / "whole"))
+    assert all((once[name] == again[name]).all() for name in again)
+
+
+def test_fine_tuned_and_other_weights_in_one_table(
+    folders: Folders, weights: Path, rows_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    state = load_file(weights)
+    state["head.bias"] += torch.tensor([0.0, 0.0, 1e4])  # it says 2 whatever it sees
+    said = {"schema": 1, "policy": {"name": "topk", "keep_rate": 0.4, "layers": [1]}, "trained": "fine-tuned"}
+    save_file(state, tmp_path / "tuned.safetensors", {"prunevit": json.dumps(said)})
+    rows = rows_file(
+        "weights: tuned.safetensors", "weights: tuned.safetensors, policy: {name: evit, layers: [2]}", EVIT
+    )
+    words = [f"rows={rows}", f"weights={weights}"]
+    assert compare(folders(a=2, b=2, c=1), tmp_path / "out", *words) == 0
+    tuned, other, plain = read(tmp_path / "out")["rows"]
+    assert [row["policy"] for row in (tuned, other, plain)] == ["topk", "evit", "evit"]
+    assert (tuned["keep_rate"], tuned["layers"], other["layers"]) == (0.4, [1], [2])
+    assert (tuned["trained"], other["trained"], plain["trained"]) == ("fine-tuned", "fine-tuned", None)
+    assert tuned["top1"] == other["top1"] == tuned["dense_top1"] == 20.0  # beside its own unpruned model
+    assert plain["logit_max_abs"] < 1e3
+    arrays = np.load(tmp_path / "out" / "predictions.npz")
+    assert set(arrays[tuned["name"]]) == {2}
+
+
+def test_an_interrupted_comparison_says_how_it_goes_on(
+    folders: Folders,
+    rows_file: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(journal, "EVERY_S", 0)
+    root, stop = (
+        folders(a=4, b=4, c=4),
+        "policy: {name: 'flaky:Flaky', images: 8, how: interrupt}, name: stop",
+    )
+    words = [f"rows={rows_file(EVIT, stop)}", "model.pretrained=false"]
+    assert compare(root, tmp_path / "out", *words) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"prunevit: interrupted, the same command goes on where it was ({tmp_path}/out/unfinished)"
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"unfinished"}
+    (tmp_path / "out" / "unfinished" / "0-of-1.pt").write_bytes(b"half a file")
+    reads = count_calls(monkeypatch, data, "read_image")
+    assert compare(root, tmp_path / "out", f"rows={rows_file(EVIT)}", "model.pretrained=false") == 0
+    assert len(reads) == 12
+    assert len(read(tmp_path / "out")["rows"]) == 1
+
+
+def test_rows_of_the_same_weights_share_them_and_have_keys_of_their_own(
+    rows_file: Callable[..., Path], weights: Path
+) -> None:
+    def keys(*words: str, row: str = TOPK) -> tuple[list[str], int]:
+        words = (*MODEL, "data=sample200", f"weights={weights}", f"rows={rows_file(row, EVIT)}", *words)
+        config = compose("compare", CompareConfig, list(words))
+        contenders, views = build_contenders(plan_rows(config), config)
+        set_keys(contenders, config, {"sha256": "x"})
+        held = {parameter for each in contenders for parameter in each.pruned.parameters()}
+        assert views == [each.pruned.model for each in contenders if each.view]
+        return [each.key for each in contenders], sum(parameter.numel() for parameter in held)
+
+    (topk, evit), parameters = keys()
+    assert parameters == sum(
+        each.numel() for each in timm.create_model("test_vit", num_classes=3).parameters()
+    )
+    assert topk != evit
+    assert keys(row=f"{TOPK}, name: other")[0] == [topk, evit]
+    assert keys(row=TOPK.replace("0.4", "0.3"))[0] != [topk, evit]
+    for word in ("batch_size=3", "precision=64-true", "numeric_images=5"):
+        assert not {*keys(word)[0]} & {topk, evit}, word
+    (again, _, *smaller), parameters_with_smaller = keys("baselines=[resize]")
+    assert again == topk
+    assert len(smaller) == 3
+    assert parameters_with_smaller - parameters == 64 * (82 + 50 + 37)  # position embeddings alone
+
+
+def test_smaller_models_of_a_family() -> None:
+    def names(name: str, pretrained: bool = True) -> list[str]:
+        return smaller_models(ModelConfig(name, pretrained))
+
+    assert names("deit_base_patch16_224.fb_in1k") == [
+        "deit_small_patch16_224.fb_in1k",
+        "deit_tiny_patch16_224.fb_in1k",
+    ]
+    assert names("vit_small_patch16_224") == ["vit_tiny_patch16_224"]
+    assert names("deit3_base_patch16_224", pretrained=False) == [
+        "deit3_medium_patch16_224",
+        "deit3_small_patch16_224",
+    ]
+    words = [
+        "model=vit_small_patch16_224",
+        "model.num_classes=3",
+        "model.pretrained=false",
+        "policies=[evit]",
+    ]
+    config = compose("compare", CompareConfig, [*words, "keep_rates=[0.5]", "baselines=[model]"])
+    contenders, views = build_contenders(plan_rows(config), config)
+    assert [(each.spec.name, each.spec.kind) for each in contenders] == [
+        ("evit keep_rate=0.5", "policy"),
+        ("vit_tiny_patch16_224", "model"),
+    ]
+    evit, tiny = contenders
+    assert tiny.dense is evit.pruned.model is not tiny.pruned.model
+    assert (tiny.pruned.info.width, tiny.pruned.num_classes, tiny.view, views) == (192, 3, 0, [])
+
+
+def test_a_folder_in_which_a_run_works_is_left_to_it(tmp_path: Path) -> None:
+    begun = journal.Journal(tmp_path / "outputs" / "begun", {"seed": 1})
+    asked = "from prunevit.experiments.journal import unfinished; print(unfinished({'seed': 1}))"
+
+    def other_process() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", asked], capture_output=True, text=True, check=True
+        ).stdout
+
+    begun.keep([], at_once=True)
+    assert other_process() == "None\n"
+    assert journal.unfinished({"seed": 2}) is None
+    assert journal.unfinished({"seed": 1}) == Path(
+        "outputs/begun"
+    )  # closing the file frees this process's lock
+    assert other_process() == "outputs/begun\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_rows_on_a_gpu_in_their_mode(
+    mode: str, folders: Folders, weights: Path, rows_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    root, rows = folders(a=3, b=3, c=3), rows_file(TOPK, EVIT, "policy: {name: top_p, layers: [1]}")
+    words = [f"rows={rows}", f"weights={weights}", "timing_s=0.05"]
+    assert compare(root, tmp_path / "cpu", *words) == 0
+    words += ["accelerator=gpu", f"mode={mode}", "baselines=[resize]", "pictures=1"]
+    assert compare(root, tmp_path / "gpu", *words) == 0
+    on_cpu, on_gpu = read(tmp_path / "cpu")["rows"], read(tmp_path / "gpu")["rows"]
+    assert [row["error"] for row in on_gpu] == [None] * 6
+    for one, other in zip(on_cpu, on_gpu):
+        assert one["gmacs"] == pytest.approx(other["gmacs"], rel=0.02)
+        assert other["mode"] == f"pruned {mode}, dense {mode}"
+        assert other["images_per_s"] > 0
+        assert other["peak_mb"] > 0
+
+
+def test_two_processes_give_the_rows_of_one(
+    folders: Folders, weights: Path, rows_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = folders(a=9, b=8, c=4)
+    broken = "policy: {name: 'flaky:Flaky', images: 17}, name: broken"  # on one process alone
+    words = [f"weights={weights}", f"rows={rows_file(TOPK, broken, EVIT)}"]
+    assert compare(root, tmp_path / "one", *words) == 0
+    words = [*MODEL, *FAST, *words, "data=folder", f"data.root={root}", "devices=2", "output_dir=two"]
+    command = [sys.executable, "-m", "prunevit.experiments.cli", "compare", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    one, two = read(tmp_path / "one"), read(tmp_path / "two")
+    assert one["pairs"] == two["pairs"]
+    for own, other in zip(one["rows"], two["rows"]):
+        assert (own["error"] is None) == (other["error"] is None) == (own["name"] != "broken")
+        for name in ("images", "top1", "top1_low", "top5", "dense_top1", "agreement", "tokens_by_block"):
+            assert own.get(name) == other.get(name), name
+        for name in ("logit_kl", "gmacs") if own["error"] is None else ():
+            assert own[name] == pytest.approx(other[name], rel=1e-6), name
+    once, again = (np.load(tmp_path / name / "predictions.npz") for name in ("one", "two"))
+    assert sorted(once) == sorted(again)
+    assert all((once[name] == again[name]).all() for name in once)
+
+
+def test_the_unpruned_model_on_smaller_images(
+    folders: Folders,
+    evaluate: Evaluate,
+    weights: Path,
+    rows_file: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    root = folders(a=2, b=2, c=2, size=200)
+    words = [f"rows={rows_file(TOPK)}", "baselines=[resize]", f"weights={weights}"]
+    assert compare(root, tmp_path / "out", *words) == 0
+    topk, *smaller = read(tmp_path / "out")["rows"]
+    assert [(row["kind"], row["img_size"]) for row in (topk, *smaller)] == [
+        ("policy", 160),
+        ("resize", 144),
+        ("resize", 112),
+        ("resize", 96),
+    ]
+    more = ["policy=none", f"weights={weights}", "model.img_size=112"]
+    assert evaluate(root, tmp_path / "alone", *more) == 0
+    (alone,) = read(tmp_path / "alone")["rows"]
+    for name in ("top1", "gmacs", "tokens_mean"):
+        assert smaller[1][name] == pytest.approx(alone[name]), name
+    assert smaller[1]["dense_gmacs"] == topk["dense_gmacs"] > topk["gmacs"]
+    assert smaller[1]["dense_top1"] == topk["dense_top1"]
+    assert smaller[1]["agreement"] < 100.0 or smaller[1]["logit_mean_abs"] > 1e-3
+    assert all(smaller[1][name] is None for name in SPEED_COLUMNS)
+
+
+def test_equal_cost(folders: Folders, tmp_path: Path) -> None:
+    words = ["model=vit_tiny_patch16_224", "model.img_size=96", "model.pretrained=false", "gmacs=[0.15]"]
+    assert compare(folders(a=1, b=1, c=1), tmp_path / "out", "policies=[evit,tome]", *words) == 0
+    rows = read(tmp_path / "out")["rows"]
+    assert [row["name"] for row in rows] == ["evit gmacs=0.15", "tome gmacs=0.15"]
+    assert all(row["gmacs"] == pytest.approx(0.15, rel=0.01) for row in rows)
+    assert rows[0]["knob"] == "keep_rate"
+    assert rows[1]["knob_value"] is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["policies=[evit,topk,evit]"], "policies: evit is listed twice"),
+        (["keep_rates=[0.5,0.5]"], "keep_rates: 0.5 is listed twice"),
+        (["seeds=[]"], "seeds: must hold a value, got none"),
+        (["policies=[]"], "policies: must name at least one policy"),
+        (
+            ["policies=[evit,tome]"],
+            "keep_rates: tome has no keep_rate, its knob is r; use gmacs=[...], or rows=FILE",
+        ),
+        (["policies=[none]"], "keep_rates: none has no keep_rate, it has no knob"),
+        (["policies=[evti]"], 'got "evti"; try "evit"'),
+        (["policies=[evit]", "keep_rates=[1.5]"], "keep_rate must be in (0, 1], got 1.5"),
+        (["keep_rates=[0.5]", "gmacs=[1.0]"], "gmacs: sets the knob of each policy itself"),
+        (["baselines=[shrink]"], "baselines: must be one of resize, model, got shrink"),
+        (
+            ["baselines=[model]", "model=vit_tiny_patch16_224", "model.img_size=32"],
+            "baselines: no smaller model of the family of vit_tiny_patch16_224 is known",
+        ),
+        (["rows=/nowhere.yaml"], "rows: must be a readable YAML file, got /nowhere.yaml"),
+        (["policy=evit"], "policy: unknown key"),
+        (["batchsize=3"], "batchsize: unknown key; the nearest is batch_size"),
+    ],
+)
+def test_wrong_words_are_one_line(
+    words: list[str], message: str, folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(folders(a=1, b=1, c=1), tmp_path / "out", "model.pretrained=false", *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["policy: evit, weights: gone.safetensors"], "row 1 of rows.yaml: weights must be a file, got gone"),
+        (["policy: evit", "policy: evit"], "rows: evit keep_rate=0.7 stands for 2 rows; give each a name"),
+        (["policy: evit, name: dense"], "rows: a row may not be called 'dense'"),
+        (["policy: evit, sed: 1"], "row 1 of rows.yaml has an unknown key sed; the nearest is seed"),
+        (["policy: evit, seed: -1"], "row 1 of rows.yaml: seed must be a whole number from 0"),
+        (["seed: 1"], "row 1 of rows.yaml: policy must be a name or a mapping with a name, got None"),
+        (["policy: {name: evit, keeprate: 1}"], "policy.keeprate: unknown key of EViT"),
+    ],
+)
+def test_a_wrong_file_of_rows_is_one_line(
+    rows: list[str],
+    message: str,
+    folders: Folders,
+    rows_file: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows_file(*rows)
+    words = ["rows=rows.yaml", "model.pretrained=false"]
+    assert compare(folders(a=1, b=1, c=1), tmp_path / "out", *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_something_else_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.yaml").write_text("policies: [evit]\n")
+    assert compare(tmp_path, tmp_path / "out", "rows=rows.yaml", "model.pretrained=false") == 2
+    assert "rows.yaml must hold rows: and a list of rows, got policies" in capsys.readouterr().err
