@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from prunevit.experiments.cli import main
 
@@ -44,3 +48,27 @@ def evaluate() -> Evaluate:
         return main(["evaluate", *defaults, *overrides])
 
     return run
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Weights of test_vit with three classes whose logits and attention differ from image to image."""
+    torch.manual_seed(3)
+    model: Any = timm.create_model("test_vit", num_classes=3)
+    with torch.no_grad():  # fresh weights attend evenly and give logits that hardly differ
+        model.head.weight.mul_(30)
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(8)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Callable[..., Path]:
+    """Write a file of rows, given as YAML in one line each."""
+
+    def write(*rows: str) -> Path:
+        (tmp_path / "rows.yaml").write_text("rows:\n" + "".join(f"- {{{row}}}\n" for row in rows))
+        return tmp_path / "rows.yaml"
+
+    return write

@@ -2,64 +2,29 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
+from comparing import EVIT, FLAKY, TOPK, compare, count_calls, read
 from safetensors.torch import load_file, save_file
 from timm.models import VisionTransformer
 
 from prunevit.experiments import data, journal
-from prunevit.experiments.cli import main
 from prunevit.experiments.comparison.baselines import smaller_models
 from prunevit.experiments.comparison.config import CompareConfig
 from prunevit.experiments.comparison.rows import plan_rows
-from prunevit.experiments.comparison.shared import build_contenders, set_keys
+from prunevit.experiments.comparison.shared import build_contenders
 from prunevit.experiments.comparison.statistics import mcnemar
 from prunevit.experiments.compose import compose
 from prunevit.experiments.config import ModelConfig
 from prunevit.experiments.report import SPEED_COLUMNS
 
 Folders = Callable[..., Path]
+Rows = Callable[..., Path]
 Evaluate = Callable[..., int]
-Compare = Callable[..., int]
-
-FAST = [
-    "timing_s=0",
-    "pictures=0",
-    "numeric_images=2",
-    "progress=false",
-    "data.num_workers=0",
-    "batch_size=4",
-]
-MODEL = ["model=test_vit", "model.num_classes=3", "accelerator=cpu"]
-FLAKY = """
-import os, signal
-from prunevit.policies import TopK
-
-class Flaky(TopK):
-    def __init__(self, keep_rate=0.5, layers=(1, 3), images=99, how="raise"):
-        super().__init__(keep_rate, layers)
-        self.images, self.how = images, how
-
-    def forward(self, tokens, attention, layer):
-        if int(tokens.image_index[0]) >= self.images:
-            if self.how == "raise":
-                raise RuntimeError("not this image")
-            if self.how == "interrupt":
-                raise KeyboardInterrupt
-            if not os.path.exists("stopped"):
-                open("stopped", "w").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(tokens, attention, layer)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -68,59 +33,11 @@ def _flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    model: Any = timm.create_model("test_vit", num_classes=3)
-    with torch.no_grad():  # fresh weights attend evenly and give logits that hardly differ
-        model.head.weight.mul_(30)
-        for block in model.blocks:
-            block.attn.qkv.weight.mul_(8)
-    save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    return tmp_path / "weights.safetensors"
-
-
-@pytest.fixture
-def rows_file(tmp_path: Path) -> Callable[..., Path]:
-    """Write a file of rows, given as YAML in one line each."""
-
-    def write(*rows: str) -> Path:
-        (tmp_path / "rows.yaml").write_text("rows:\n" + "".join(f"- {{{row}}}\n" for row in rows))
-        return tmp_path / "rows.yaml"
-
-    return write
-
-
-def compare(root: Path, output: Path | None, *words: str) -> int:
-    where = [f"output_dir={output}"] if output else []
-    given = {word.partition("=")[0] for word in words}
-    defaults = [word for word in (*MODEL, *FAST) if word.partition("=")[0] not in given]
-    return main(["compare", "data=folder", f"data.root={root}", *where, *defaults, *words])
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
-    """A list that grows by the arguments of each call."""
-    calls, function = [], getattr(owner, name)
-
-    def counted(*given: Any) -> Any:
-        calls.append(given)
-        return function(*given)
-
-    monkeypatch.setattr(owner, name, counted)
-    return calls
-
-
-def read(output: Path) -> dict[str, Any]:
-    return json.loads((output / "results.json").read_text())
-
-
-TOPK, EVIT = "policy: {name: topk, layers: [1, 3], keep_rate: 0.4}", "policy: {name: evit, layers: [2]}"
-
-
 def test_rows_are_those_of_evaluate_and_each_image_is_read_once(
     folders: Folders,
     evaluate: Evaluate,
     weights: Path,
-    rows_file: Callable[..., Path],
+    rows_file: Rows,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,7 +108,7 @@ def test_policies_times_rates_times_seeds(folders: Folders, weights: Path, tmp_p
 
 def test_a_policy_that_fails_is_a_row_with_its_error(
     folders: Folders,
-    rows_file: Callable[..., Path],
+    rows_file: Rows,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -209,41 +126,8 @@ def test_a_policy_that_fails_is_a_row_with_its_error(
     assert "broken" not in np.load(tmp_path / "out" / "predictions.npz")
 
 
-def test_a_killed_comparison_goes_on_where_it_was(
-    folders: Folders,
-    weights: Path,
-    rows_file: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    root = folders(a=7, b=7, c=7)
-    kill = "policy: {name: 'flaky:Flaky', images: 12, how: kill}"  # in the fourth batch
-    words = [*MODEL, *FAST, f"weights={weights}", f"rows={rows_file(TOPK, kill, EVIT)}"]
-    words = ["compare", "data=folder", f"data.root={root}", *words]
-    patched = "import sys; from prunevit.experiments import journal, cli; journal.EVERY_S = 0; "
-    command = [sys.executable, "-c", f"{patched}sys.exit(cli.main(sys.argv[1:]))", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    died = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
-    assert died.returncode == -9
-    (begun,) = (tmp_path / "outputs").iterdir()
-    assert not (begun / "results.json").exists()
-
-    reads = count_calls(monkeypatch, data, "read_image")
-    assert main(words) == 0  # the same command, which names no folder
-    assert f"prunevit: going on in outputs/{begun.name}\n" in capsys.readouterr().err
-    assert len(reads) == 4 + 9  # what speed is measured on, and what was not done
-    assert [*(tmp_path / "outputs").iterdir()] == [begun]
-    assert main([*words, "output_dir=whole"]) == 0
-    resumed, whole = read(begun), read(tmp_path / "whole")
-    assert resumed["rows"] == whole["rows"]
-    assert resumed["pairs"] == whole["pairs"]
-    once, again = (np.load(folder / "predictions.npz") for folder in (begun, tmp_path / "whole"))
-    assert all((once[name] == again[name]).all() for name in again)
-
-
 def test_fine_tuned_and_other_weights_in_one_table(
-    folders: Folders, weights: Path, rows_file: Callable[..., Path], tmp_path: Path
+    folders: Folders, weights: Path, rows_file: Rows, tmp_path: Path
 ) -> None:
     state = load_file(weights)
     state["head.bias"] += torch.tensor([0.0, 0.0, 1e4])  # it says 2 whatever it sees
@@ -262,57 +146,6 @@ def test_fine_tuned_and_other_weights_in_one_table(
     assert plain["logit_max_abs"] < 1e3
     arrays = np.load(tmp_path / "out" / "predictions.npz")
     assert set(arrays[tuned["name"]]) == {2}
-
-
-def test_an_interrupted_comparison_says_how_it_goes_on(
-    folders: Folders,
-    rows_file: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(journal, "EVERY_S", 0)
-    root, stop = (
-        folders(a=4, b=4, c=4),
-        "policy: {name: 'flaky:Flaky', images: 8, how: interrupt}, name: stop",
-    )
-    words = [f"rows={rows_file(EVIT, stop)}", "model.pretrained=false"]
-    assert compare(root, tmp_path / "out", *words) == 130
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"prunevit: interrupted, the same command goes on where it was ({tmp_path}/out/unfinished)"
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"unfinished"}
-    (tmp_path / "out" / "unfinished" / "0-of-1.pt").write_bytes(b"half a file")
-    reads = count_calls(monkeypatch, data, "read_image")
-    assert compare(root, tmp_path / "out", f"rows={rows_file(EVIT)}", "model.pretrained=false") == 0
-    assert len(reads) == 12
-    assert len(read(tmp_path / "out")["rows"]) == 1
-
-
-def test_rows_of_the_same_weights_share_them_and_have_keys_of_their_own(
-    rows_file: Callable[..., Path], weights: Path
-) -> None:
-    def keys(*words: str, row: str = TOPK) -> tuple[list[str], int]:
-        words = (*MODEL, "data=sample200", f"weights={weights}", f"rows={rows_file(row, EVIT)}", *words)
-        config = compose("compare", CompareConfig, list(words))
-        contenders, views = build_contenders(plan_rows(config), config)
-        set_keys(contenders, config, {"sha256": "x"})
-        held = {parameter for each in contenders for parameter in each.pruned.parameters()}
-        assert views == [each.pruned.model for each in contenders if each.view]
-        return [each.key for each in contenders], sum(parameter.numel() for parameter in held)
-
-    (topk, evit), parameters = keys()
-    assert parameters == sum(
-        each.numel() for each in timm.create_model("test_vit", num_classes=3).parameters()
-    )
-    assert topk != evit
-    assert keys(row=f"{TOPK}, name: other")[0] == [topk, evit]
-    assert keys(row=TOPK.replace("0.4", "0.3"))[0] != [topk, evit]
-    for word in ("batch_size=3", "precision=64-true", "numeric_images=5"):
-        assert not {*keys(word)[0]} & {topk, evit}, word
-    (again, _, *smaller), parameters_with_smaller = keys("baselines=[resize]")
-    assert again == topk
-    assert len(smaller) == 3
-    assert parameters_with_smaller - parameters == 64 * (82 + 50 + 37)  # position embeddings alone
 
 
 def test_smaller_models_of_a_family() -> None:
@@ -345,28 +178,10 @@ def test_smaller_models_of_a_family() -> None:
     assert (tiny.pruned.info.width, tiny.pruned.num_classes, tiny.view, views) == (192, 3, 0, [])
 
 
-def test_a_folder_in_which_a_run_works_is_left_to_it(tmp_path: Path) -> None:
-    begun = journal.Journal(tmp_path / "outputs" / "begun", {"seed": 1})
-    asked = "from prunevit.experiments.journal import unfinished; print(unfinished({'seed': 1}))"
-
-    def other_process() -> str:
-        return subprocess.run(
-            [sys.executable, "-c", asked], capture_output=True, text=True, check=True
-        ).stdout
-
-    begun.keep([], at_once=True)
-    assert other_process() == "None\n"
-    assert journal.unfinished({"seed": 2}) is None
-    assert journal.unfinished({"seed": 1}) == Path(
-        "outputs/begun"
-    )  # closing the file frees this process's lock
-    assert other_process() == "outputs/begun\n"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_rows_on_a_gpu_in_their_mode(
-    mode: str, folders: Folders, weights: Path, rows_file: Callable[..., Path], tmp_path: Path
+    mode: str, folders: Folders, weights: Path, rows_file: Rows, tmp_path: Path
 ) -> None:
     root, rows = folders(a=3, b=3, c=3), rows_file(TOPK, EVIT, "policy: {name: top_p, layers: [1]}")
     words = [f"rows={rows}", f"weights={weights}", "timing_s=0.05"]
@@ -382,36 +197,11 @@ def test_rows_on_a_gpu_in_their_mode(
         assert other["peak_mb"] > 0
 
 
-def test_two_processes_give_the_rows_of_one(
-    folders: Folders, weights: Path, rows_file: Callable[..., Path], tmp_path: Path
-) -> None:
-    root = folders(a=9, b=8, c=4)
-    broken = "policy: {name: 'flaky:Flaky', images: 17}, name: broken"  # on one process alone
-    words = [f"weights={weights}", f"rows={rows_file(TOPK, broken, EVIT)}"]
-    assert compare(root, tmp_path / "one", *words) == 0
-    words = [*MODEL, *FAST, *words, "data=folder", f"data.root={root}", "devices=2", "output_dir=two"]
-    command = [sys.executable, "-m", "prunevit.experiments.cli", "compare", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    one, two = read(tmp_path / "one"), read(tmp_path / "two")
-    assert one["pairs"] == two["pairs"]
-    for own, other in zip(one["rows"], two["rows"]):
-        assert (own["error"] is None) == (other["error"] is None) == (own["name"] != "broken")
-        for name in ("images", "top1", "top1_low", "top5", "dense_top1", "agreement", "tokens_by_block"):
-            assert own.get(name) == other.get(name), name
-        for name in ("logit_kl", "gmacs") if own["error"] is None else ():
-            assert own[name] == pytest.approx(other[name], rel=1e-6), name
-    once, again = (np.load(tmp_path / name / "predictions.npz") for name in ("one", "two"))
-    assert sorted(once) == sorted(again)
-    assert all((once[name] == again[name]).all() for name in once)
-
-
 def test_the_unpruned_model_on_smaller_images(
     folders: Folders,
     evaluate: Evaluate,
     weights: Path,
-    rows_file: Callable[..., Path],
+    rows_file: Rows,
     tmp_path: Path,
 ) -> None:
     root = folders(a=2, b=2, c=2, size=200)
@@ -495,7 +285,7 @@ def test_a_wrong_file_of_rows_is_one_line(
     rows: list[str],
     message: str,
     folders: Folders,
-    rows_file: Callable[..., Path],
+    rows_file: Rows,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

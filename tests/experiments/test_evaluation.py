@@ -13,7 +13,6 @@ import pytest
 import timm
 import torch
 import wandb
-from safetensors.torch import save_file
 from wandb_records import records, updates
 
 from prunevit import prune
@@ -31,18 +30,6 @@ Evaluate = Callable[..., int]
 def read(output: Path) -> dict[str, Any]:
     (row,) = json.loads((output / "results.json").read_text())["rows"]
     return row
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    torch.manual_seed(3)
-    model: Any = timm.create_model("test_vit", num_classes=3)
-    with torch.no_grad():  # fresh weights attend evenly and give logits that hardly differ
-        model.head.weight.mul_(30)
-        for block in model.blocks:
-            block.attn.qkv.weight.mul_(8)
-    save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    return tmp_path / "weights.safetensors"
 
 
 def test_every_figure_of_a_row(folders: Folders, evaluate: Evaluate, weights: Path, tmp_path: Path) -> None:

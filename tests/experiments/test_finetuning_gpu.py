@@ -1,5 +1,6 @@
 """Fine-tuning on a GPU: mixed precision, compiled code, and two GPUs."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from finetuning_runs import finetune, losses, photos, words
 
+from prunevit.experiments.finetuning import step_speed
 from prunevit.experiments.finetuning.module import FinetuneModule
 
 pytestmark = pytest.mark.gpu
@@ -89,3 +91,13 @@ def test_two_gpus_give_the_curve_of_one(root: Path, tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+
+
+def test_the_training_step_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    step_speed.main(["--model", "vit_tiny_patch16_224", "--batch-size", "8", "--seconds", "0.1"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["model"], row["mode"]) for row in found["rows"]] == [
+        (model, mode) for model in ("dense", "pruned") for mode in ("eager", "compile")
+    ]
+    assert all(row["step_ms"] > 0 and row["peak_mb"] > 0 for row in found["rows"])
+    assert found["peak_memory"] > 0
