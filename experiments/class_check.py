@@ -8,13 +8,13 @@ from timm.models import get_pretrained_cfg, is_model
 from timm.utils import natural_key
 
 from prunevit.experiments.config import DataConfig, InputError, ModelConfig
-from prunevit.experiments.folders import split_folder
+from prunevit.experiments.folders import check_root, split_folder
 from prunevit.experiments.images import readable_endings
 from prunevit.experiments.labels import class_names, head_indices
 
 
 def check_classes(data: DataConfig, model: ModelConfig) -> None:
-    """Refuse class folders that do not fit the model's head, as far as that can be told ahead of building it.
+    """Refuse a place for images that is none, and class folders that do not fit the model's head, before it is built.
 
     Args:
         data: The data group; what is no folder of class folders is passed over.
@@ -23,6 +23,8 @@ def check_classes(data: DataConfig, model: ModelConfig) -> None:
     Raises:
         InputError: As `load_data`, which looks again.
     """
+    if not data.dataset and data.name != "sample":
+        check_root(data.root)
     config = get_pretrained_cfg(model.name) if is_model(model.name) else None
     if (
         config is None

@@ -265,7 +265,8 @@ def _finish(tree: Tree, schema: type, problems: list[str]) -> Any:
 def _typed(tree: Tree, schema: type, problems: list[str]) -> DictConfig:
     """Put every value into the schema, noting each that does not fit and each that is missing."""
     config, known = OmegaConf.structured(schema), leaves(schema)
-    policy_keys = [f"policy.{name}" for name in tree.get("policy", {})]
+    policy = tree.get("policy")  # a verb without that group leaves whatever was given
+    policy_keys = [f"policy.{name}" for name in policy] if isinstance(policy, dict) else []
     for name, value in _flat(tree, schema):
         if name not in known:
             problems.append(f"{name}: unknown key; {nearest(name, [*known, *policy_keys])}")
@@ -296,6 +297,8 @@ def _out_of_bounds(config: DictConfig, name: str, declared: Field[Any]) -> list[
     except OmegaConfBaseException as error:
         return [f"{name}: {first_line(error)}"]
     given = [each for each in (value if isinstance(value, ListConfig) else [value]) if each is not None]
+    if isinstance(value, ListConfig) and any(isinstance(each, DictConfig | ListConfig) for each in given):
+        return [f"{name}: must be a list of single values, got {value}"]
     misfits = [(each, _misfit(each, declared)) for each in given]
     return [
         f"{name}: must {line}, got {each!r}" if each == "" else f"{name}: must {line}, got {each}"

@@ -175,6 +175,8 @@ class ImagesConfig(OutputConfig):
             lines.append('accelerator: "gpu" needs a CUDA device, found none; use accelerator=cpu')
         elif self.on_gpu and self.devices > gpus:
             lines.append(f"devices: must be at most the {gpus} CUDA devices found, got {self.devices}")
+        elif not self.on_gpu and self.devices > (most := max(os.cpu_count() or 1, 2)):
+            lines.append(f"devices: must be at most {most} processes on this CPU, got {self.devices}")
         if self.precision == "16-mixed" and not self.on_gpu:
             lines.append('precision: "16-mixed" needs a CUDA device; use precision=bf16-mixed')
         if self.backend == "triton" and not self.on_gpu and os.environ.get("TRITON_INTERPRET") != "1":

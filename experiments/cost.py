@@ -14,6 +14,7 @@ from prunevit.experiments.models import prune_model
 from prunevit.experiments.policy_spec import Spec, build_policy, policy_errors
 from prunevit.experiments.weights import Weights, load_policies
 from prunevit.macs import model_macs, policy_macs
+from prunevit.packing import pack
 from prunevit.policies import NoPruning
 from prunevit.policy import ModelInfo, PruningPolicy
 
@@ -138,4 +139,7 @@ def _rows_left(policy: PruningPolicy, info: ModelInfo, rows: int, layer: int) ->
         received_attention=features(rows, heads).abs(),
     )
     with torch.no_grad():
-        return policy(tokens, attention, layer).rows_per_image
+        mask = policy(tokens, attention, layer)
+        if mask.rows_per_image is not None:
+            pack(tokens, mask)  # refuses a number that is not what the mask keeps
+        return mask.rows_per_image

@@ -5,7 +5,6 @@ next image in the place of a broken one. The transforms are those of the model's
 """
 
 import io
-import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -21,7 +20,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from prunevit.experiments.config import DataConfig, InputError, first_line
-from prunevit.experiments.folders import VALIDATION, check_depth, every_image, passed_over, split_folder
+from prunevit.experiments.folders import (
+    VALIDATION,
+    check_depth,
+    check_root,
+    every_image,
+    passed_over,
+    split_folder,
+)
 from prunevit.experiments.images import UNREADABLE, ImageError, read_image, to_rgb, upright
 from prunevit.experiments.labels import class_names, ground_truth, head_indices, real_labels
 from prunevit.experiments.sample_model import PHOTOS
@@ -290,10 +296,8 @@ def _open(config: DataConfig) -> Any:
     folder = not config.dataset
     if not folder and not config.dataset.startswith(tuple(HUB_PACKAGES)):
         raise InputError(f"data.dataset: must be empty, hfds/NAME or wds/NAME, got {config.dataset}")
-    if folder and root is None:
-        raise InputError("data.root: must be set to a folder or a .tar file")
-    if folder and not os.path.exists(str(root)):
-        raise InputError(f"data.root: must exist, got {root}")
+    if folder:
+        check_root(root)
     try:
         if folder:
             root = str(split_folder(Path(str(root)), config.split))

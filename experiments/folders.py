@@ -26,6 +26,21 @@ def every_image() -> Iterator[None]:
         set_img_extensions(before)
 
 
+def check_root(root: str | None) -> None:
+    """Refuse a place for images that is none.
+
+    Args:
+        root: A folder or a .tar file.
+
+    Raises:
+        InputError: If it is not set or does not exist.
+    """
+    if root is None:
+        raise InputError("data.root: must be set to a folder or a .tar file")
+    if not os.path.exists(root):
+        raise InputError(f"data.root: must exist, got {root}")
+
+
 def split_folder(root: Path, split: str | None) -> Path:
     """Find the folder of a split.
 

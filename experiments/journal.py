@@ -22,7 +22,7 @@ from prunevit.experiments.trainer import gathered
 OUTPUTS = Path("outputs")  # where runs go that name no folder
 FOLDER = "unfinished"  # inside the output folder, until the results are written
 SETTINGS = "settings.json"  # in it: the configuration of the run
-LOCK = "lock"  # in it: held by the run that works here
+LOCK = ".lock"  # in it: held by the run that works here
 ROWS = "rows.jsonl"  # in it: the rows that are complete, a line each, but for their speed
 EVERY_S = 2.0  # so much work at most is lost when the process is killed
 UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
@@ -43,6 +43,9 @@ class Journal:
         Args:
             output: The folder of the results.
             settings: The configuration of the run.
+
+        Raises:
+            InputError: If another run works there.
         """
         self.folder, self.settings = output / FOLDER, settings
         self.rank, self.world = 0, 1
@@ -74,7 +77,7 @@ class Journal:
             at_once: It is time.
 
         Raises:
-            InputError: If the disk does not take it.
+            InputError: If the disk does not take it, or another run works there.
         """
         if not at_once and time.monotonic() - self.kept < EVERY_S:
             return
@@ -126,7 +129,11 @@ class Journal:
     def _claim(self) -> None:
         """Show other runs that this one works here; the system forgets it when the process ends, however it ends."""
         if self._lock is None and is_first_process():
-            self._lock = _locked(self.folder)
+            self._lock = locked(self.folder)
+            if self._lock is None:
+                raise InputError(
+                    f"output_dir: must be a folder that no other run works in, got {self.folder.parent}"
+                )
 
     def _file(self) -> Path:
         return self.folder / f"{self.rank}-of-{self.world}.pt"
@@ -152,16 +159,19 @@ def unfinished(settings: Row) -> Path | None:
     for folder in sorted(OUTPUTS.glob(f"*/{FOLDER}"), reverse=True):
         with suppress(OSError, ValueError):
             same = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) == settings
-            if same and (lock := _locked(folder)) is not None:
+            if same and (lock := locked(folder)) is not None:
                 os.close(lock)
                 return folder.parent
     return None
 
 
-def _locked(folder: Path) -> int | None:
+def locked(folder: Path) -> int | None:
     """Lock a folder, unless another process has, and give the file that frees it when it is closed.
 
     A loader's processes, which may outlive a killed run by seconds, do not hold a lock of this kind.
+
+    Args:
+        folder: It gets a file named `LOCK`.
     """
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
     try:

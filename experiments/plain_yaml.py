@@ -50,7 +50,10 @@ def plain(text: str) -> dict[str, Any]:
         yaml.YAMLError: If it is not YAML or no mapping.
         OmegaConfBaseException: If it holds what a configuration cannot, a broken interpolation for instance.
     """
-    tree = OmegaConf.to_container(OmegaConf.create(yaml.load(text, _Loader) or {}), resolve=False)
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(yaml.load(text, _Loader) or {}), resolve=False)
+    except RecursionError as error:
+        raise yaml.YAMLError("it holds itself, or is nested too deep") from error
     if not isinstance(tree, dict):
         raise yaml.YAMLError("key: value lines are expected")
     return {str(name): value for name, value in tree.items()}

@@ -18,7 +18,9 @@ class Bar(ProgressBar):
         self.rows = 1
         self.progress = Progress(
             BarColumn(),
-            TextColumn("{task.fields[images]:.0f} of {task.fields[size]} images, {task.description}"),
+            TextColumn(
+                "{task.fields[images]:.0f} of {task.fields[size]} images, {task.description}", markup=False
+            ),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),

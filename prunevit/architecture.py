@@ -24,6 +24,8 @@ def check_architecture(model: Any) -> None:
             f"RaggedViT: the model must be a timm VisionTransformer or VisionTransformerDistilled, got {name}; "
             "other families order or mix their tokens in other ways"
         )
+    if not len(model.blocks):
+        raise TypeError("RaggedViT: the model must have at least one block, got none")
     for number, block in enumerate(model.blocks):
         for part, expected in ((block, Block), (getattr(block, "attn", None), Attention)):
             if type(part) is not expected:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from prunevit.keepmask import KeepMask, rank
+from prunevit.keepmask import KeepMask, check_score, rank
 from prunevit.kernels.select_reference import mean_over_heads
 from prunevit.tokens import RaggedTokens
 
@@ -24,7 +24,7 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
         score: Weight of each row, `[T]`, or `[T, H]` to weigh by the mean over heads; gradients flow through it.
 
     Raises:
-        ValueError: If `mask` already folds rows.
+        ValueError: If `mask` already folds rows, or `score` is not one number a row.
 
     Cost:
         None if `mask` comes from a verb that selected by the same score; else one `rank`.
@@ -33,6 +33,7 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
         raise ValueError(
             "fuse: mask must not fold rows already, got one with merge_into; fuse before merging"
         )
+    check_score(tokens, score)
     if mask.rows_per_image is not None and mask.rows_per_image == tokens.max_seqlen:
         return mask
     rows_per_image = None if mask.rows_per_image is None else mask.rows_per_image + 1
@@ -83,9 +84,13 @@ def merge(
         normalise: Divide by the sum of the weights; without it `x_d` is the plain weighted sum.
         eps: Added to that sum.
 
+    Raises:
+        ValueError: If `into` or `weight` is not one entry a row.
+
     Cost:
         One scatter-add of `T` weights.
     """
+    _check_rows(tokens, "merge", into=into, weight=weight)
     rows = torch.arange(weight.shape[0], device=weight.device)
     keep = mask.keep | (tokens.live & ~tokens.is_patch)
     kept_patch = keep & tokens.is_patch
@@ -117,9 +122,18 @@ def nearest(tokens: RaggedTokens, features: Tensor, queries: Tensor, keys: Tenso
         The partner's row, int64 `[T]`, and the product, `[T]`; -1 and -inf for other rows and where the image has no
         key. Ties go to the earlier row.
 
+    Raises:
+        ValueError: If the features are not `[T, D]`, or `queries` and `keys` not bool `[T]`.
+
     Cost:
         One batched product `[B, max_seqlen, max_seqlen]`: O(T * max_seqlen), never O(T^2).
     """
+    _check_rows(tokens, "nearest", queries=queries, keys=keys)
+    if features.ndim != 2 or queries.dtype != torch.bool or keys.dtype != torch.bool:
+        raise ValueError(
+            f"nearest: features must be [T, D] and queries and keys bool, got {list(features.shape)}, "
+            f"{queries.dtype} and {keys.dtype}"
+        )
     # Half precision ties what is nearly alike, and autocast would bring it back.
     with torch.autocast(features.device.type, enabled=False):
         padded = tokens.to_padded(features.to(torch.promote_types(features.dtype, torch.float32)))
@@ -132,3 +146,13 @@ def nearest(tokens: RaggedTokens, features: Tensor, queries: Tensor, keys: Tenso
     value = value[image, position].masked_fill(~(queries & tokens.live), -torch.inf)
     row = tokens.start + column[image, position]
     return torch.where(value > -torch.inf, row, -1), value
+
+
+def _check_rows(tokens: RaggedTokens, verb: str, **given: Tensor) -> None:
+    """Refuse what is not one entry a row."""
+    for name, values in given.items():
+        if values.shape != tokens.image_id.shape:
+            raise ValueError(
+                f"{verb}: {name} must have shape {list(tokens.image_id.shape)}, one entry a row, "
+                f"got {list(values.shape)}"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -48,6 +49,23 @@ class KeepMask:
     selection: tuple[Tensor, Selection] | None = None
 
 
+def check_score(tokens: RaggedTokens, score: Tensor) -> None:
+    """Refuse a score that is not one floating number a row, or one a row and head; costs nothing on the device.
+
+    Args:
+        tokens: The batch.
+        score: `[T]` or `[T, H]`.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    rows = tokens.x.shape[0]
+    fits = isinstance(score, Tensor) and score.is_floating_point() and score.ndim in (1, 2)
+    if not fits or score.shape[0] != rows or 0 in score.shape[1:]:
+        got = f"{score.dtype} {list(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
+        raise ValueError(f"score: must be floating [{rows}] or [{rows}, H], one entry a row, got {got}")
+
+
 _RELATIVE = {None: "score", "deviation": "deviation", "maximum": "maximum"}
 
 
@@ -69,8 +87,8 @@ def keep_count(patches: int | Tensor, rate: float, rounding: str = "ceil") -> in
     Raises:
         ValueError: If `rounding` is another word, or the rate lies outside (0, 1].
     """
-    if not 0 < rate <= 1:
-        raise ValueError(f"keep_count: rate must be in (0, 1], got {rate}")
+    if not isinstance(rate, Real) or not 0 < rate <= 1:
+        raise ValueError(f"keep_count: rate must be in (0, 1], got {rate!r}")
     if rounding not in ("ceil", "floor"):
         raise ValueError(f'keep_count: rounding must be "ceil" or "floor", got "{rounding}"')
     if isinstance(patches, Tensor):
@@ -91,6 +109,7 @@ def rank(tokens: RaggedTokens, score: Tensor, within: KeepMask | None = None) ->
     Cost:
         One launch on a GPU, two stable sorts elsewhere; no synchronisation.
     """
+    check_score(tokens, score)
     return rank_rows(
         mean_over_heads(score.detach()),
         _eligible(tokens, within),
@@ -128,21 +147,24 @@ def top_k(
         the image does not change.
 
     Raises:
-        ValueError: If not exactly one of `rate` and `count` is given, or `of` is another word.
+        ValueError: If not exactly one of `rate` and `count` is given, one is no such number, or `of` is another word.
     """
     if (rate is None) == (count is None):
         raise ValueError("top_k: exactly one of rate and count must be given")
     if of not in ("current", "initial", "rows"):
         raise ValueError(f'top_k: of must be "current", "initial" or "rows", got "{of}"')
     if isinstance(count, Tensor):
-        return _select(tokens, score, Rule("count", each=_one_an_image(tokens, count)), within)
+        return _select(tokens, score, Rule("count", each=_counts(tokens, count)), within)
+    if count is not None:
+        _check_host_count("top_k: count", count)
     present = _present(tokens, within)
     if rate is not None:
         base = tokens.grid[0] * tokens.grid[1] if of == "initial" else present
         count = keep_count(base or 1, rate, rounding)
         if of == "rows" or base is None:
             return _select(tokens, score, Rule("rows" if of == "rows" else rounding, rate), within)
-    assert isinstance(count, int)
+    assert not isinstance(count, Tensor)
+    assert count is not None
     if present is None:
         return _select(tokens, score, Rule("count", count), within)
     count = min(max(1, count), present)
@@ -172,7 +194,8 @@ def threshold(
         within: Select among the patches that this mask keeps, and hand on its folds.
 
     Raises:
-        ValueError: If `relative_to` is another word, or there is not one threshold for each image.
+        ValueError: If `relative_to` is another word, `value` is no number and not one for each image, or the bounds
+            are no counts or cross.
 
     Cost:
         Two launches on a GPU, one for a batch of one image; no synchronisation.
@@ -185,6 +208,8 @@ def threshold(
     if isinstance(value, Tensor):
         each = _one_an_image(tokens, value if value.ndim else value.expand(tokens.batch_size))
         return _select(tokens, score, rule._replace(each=each), within)
+    if not isinstance(value, Real) or math.isnan(value):
+        raise ValueError(f"threshold: value must be a number or one for each image, got {value!r}")
     return _select(tokens, score, rule._replace(value=value), within)
 
 
@@ -209,13 +234,13 @@ def top_p(
         within: Select among the patches that this mask keeps, and hand on its folds.
 
     Raises:
-        ValueError: If `p` lies outside (0, 1].
+        ValueError: If `p` lies outside (0, 1], or the bounds are no counts or cross.
 
     Cost:
         Two launches on a GPU, one for a batch of one image; no synchronisation.
     """
-    if not 0 < p <= 1:
-        raise ValueError(f"top_p: p must be in (0, 1], got {p}")
+    if not isinstance(p, Real) or not 0 < p <= 1:
+        raise ValueError(f"top_p: p must be in (0, 1], got {p!r}")
     rule = _within_limits("mass" if p < 1 else "ceil", p, min_keep, max_keep)
     return _select(tokens, score, rule, within)
 
@@ -236,11 +261,19 @@ def sample(
             above the patches of the grid.
         within: Select among the patches that this mask keeps, and hand on its folds.
 
+    Raises:
+        ValueError: If `points` is no such number.
+
     Cost:
         One `rank`, and a search in each image for each point.
     """
-    if not isinstance(points, Tensor) and points < 1:
-        raise ValueError(f"sample: points must be at least 1, got {points}")
+    check_score(tokens, score)
+    if isinstance(points, Tensor):
+        points = _counts(tokens, points)
+    else:
+        _check_host_count("sample: points", points)
+        if points < 1:
+            raise ValueError(f"sample: points must be at least 1, got {points}")
     score = mean_over_heads(score)
     eligible = _eligible(tokens, within)
     best_last = rank(tokens, -score, within)
@@ -275,18 +308,51 @@ def _steps(tokens: RaggedTokens, points: int | Tensor, like: Tensor) -> Tensor:
     return torch.minimum(number, last) / last.clamp(min=1)
 
 
+def _check_within(tokens: RaggedTokens, within: KeepMask) -> None:
+    """Refuse what is no mask of these rows."""
+    if not isinstance(within, KeepMask):
+        raise ValueError(f"within: must be a KeepMask, got {type(within).__name__}")
+    if within.keep.shape != tokens.image_id.shape or within.keep.dtype != torch.bool:
+        raise ValueError(
+            f"within: keep must be bool {list(tokens.image_id.shape)}, one entry a row, got {within.keep.dtype} "
+            f"{list(within.keep.shape)}"
+        )
+
+
 def _eligible(tokens: RaggedTokens, within: KeepMask | None) -> Tensor:
+    if within is not None:
+        _check_within(tokens, within)
     return tokens.is_patch if within is None else tokens.is_patch & within.keep
 
 
 def _present(tokens: RaggedTokens, within: KeepMask | None) -> int | None:
     """Patches of each image that can be selected, if the host knows their number."""
+    if within is not None:
+        _check_within(tokens, within)
     rows = tokens.max_seqlen if within is None else within.rows_per_image
     return rows - tokens.num_prefix_tokens if tokens.uniform and rows is not None else None
 
 
 def _within_limits(kind: str, value: float, min_keep: int, max_keep: int | None) -> Rule:
+    for name, number in (("min_keep", min_keep), ("max_keep", max_keep)):
+        if number is not None:
+            _check_host_count(name, number)
+    if max_keep is not None and max_keep < min_keep:
+        raise ValueError(f"max_keep: must be at least min_keep={min_keep}, got {max_keep}")
     return Rule(kind, value, least=max(1, min_keep), most=None if max_keep is None else max(1, max_keep))
+
+
+def _check_host_count(name: str, number: object) -> None:
+    """Refuse what is no whole number; the compiler's stand-in for one is one."""
+    if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
+        raise ValueError(f"{name} must be a whole number, got {number!r}")
+
+
+def _counts(tokens: RaggedTokens, counts: Tensor) -> Tensor:
+    """Check that there is one whole number for each image, and put them where the tokens are."""
+    if counts.is_floating_point() or counts.dtype == torch.bool:
+        raise ValueError(f"KeepMask: counts of the images must be integers, got {counts.dtype}")
+    return _one_an_image(tokens, counts)
 
 
 def _one_an_image(tokens: RaggedTokens, values: Tensor) -> Tensor:
@@ -310,6 +376,9 @@ def _select(
     tokens: RaggedTokens, score: Tensor, rule: Rule, within: KeepMask | None, rows: int | None = None
 ) -> KeepMask:
     """Select by a rule; `rows` an image are left if the host knows that."""
+    check_score(tokens, score)
+    if within is not None:
+        _check_within(tokens, within)
     chosen = select(
         score,
         rule,

@@ -16,6 +16,16 @@ from prunevit.keepmask import KeepMask
 from prunevit.kernels.gather import gather as gather_rows
 from prunevit.tokens import RaggedTokens
 
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+_DTYPES = {
+    "keep": ("bool, as a comparison gives it", frozenset({torch.bool})),
+    "merge_into": ("of signed integers", _INTEGERS),
+    **dict.fromkeys(("merge_weight", "size", "key_weight", "soft"), ("floating", _FLOATS)),
+    "order": ("floating or of signed integers", _FLOATS | _INTEGERS),
+}
+"""What the fields of a mask may hold, in words and as dtypes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -214,22 +224,29 @@ def _check_folds(tokens: RaggedTokens, layout: Plan, into: Tensor) -> None:
 
 def _check_shapes(tokens: RaggedTokens, mask: KeepMask) -> None:
     """Raise if a mask cannot belong to these tokens; costs nothing on the device."""
-    rows = tokens.x.shape[0]
-    for name in ("keep", "merge_into", "merge_weight", "size", "key_weight", "order", "soft"):
+    rows, device = tokens.x.shape[0], tokens.x.device
+    for name, (words, dtypes) in _DTYPES.items():
         values = getattr(mask, name)
-        if values is not None and values.shape != (rows,):
+        if values is None and name != "keep":
+            continue
+        if not isinstance(values, Tensor):
+            raise ValueError(f"KeepMask: {name} must be a tensor, got {type(values).__name__}")
+        if values.shape != (rows,):
             raise ValueError(
                 f"KeepMask: {name} must have shape [{rows}], one entry a row, got {list(values.shape)}"
             )
+        if values.device != device:
+            raise ValueError(f"KeepMask: {name} must be on {device}, as the rows are, got {values.device}")
+        if values.dtype not in dtypes:
+            raise ValueError(f"KeepMask: {name} must be {words}, got {values.dtype}")
     if mask.merge_weight is not None and mask.merge_into is None:
         raise ValueError(
             "KeepMask: merge_weight needs merge_into, got none; say into which row each is folded"
         )
-    if mask.keep.dtype != torch.bool:
-        raise ValueError(
-            f"KeepMask: keep must be bool, got {mask.keep.dtype}; compare the score with a bound"
-        )
-    if mask.rows_per_image is not None and not tokens.uniform:
+    known = mask.rows_per_image
+    if known is not None and (isinstance(known, bool) or not isinstance(known, (int, torch.SymInt))):
+        raise ValueError(f"KeepMask: rows_per_image must be a whole number or None, got {known!r}")
+    if known is not None and not tokens.uniform:
         raise ValueError(
             "KeepMask: rows_per_image must be None for tokens that are not uniform; leave it out"
         )

@@ -104,7 +104,7 @@ class Trace:
     def __str__(self) -> str:
         """Table of the stages: layer, site, rows of an image before and after (mean, smallest, largest)."""
         lines = ["layer  site             rows before -> after (mean, min..max)"]
-        for stage in self.stages:
+        for stage in self.stages if self.tokens.batch_size else ():
             before, after = stage.tokens.seqlens.float(), stage.counts.float()
             lines.append(
                 f"{stage.layer:>5}  {stage.site:<15}  {before.mean():.1f} -> {after.mean():.1f} "

@@ -50,6 +50,8 @@ class CompareConfig(MeasureConfig):
             lines.append(
                 "keep_rates: belongs to policies; in a file of rows write it into the policy of each row"
             )
+        if self.rows is not None and self.seeds is not None:
+            lines.append("seeds: belongs to policies; in a file of rows write seed into each row")
         if self.rows is None and not self.policies:
             lines.append("policies: must name at least one policy, got none; or give rows=FILE")
         return lines

@@ -95,7 +95,7 @@ def _points(axes: Axes, plot: Plot, label: str, rows: Sequence[Row], colour: str
         linewidth=0.8,
         elinewidth=0.6,
         capsize=2,
-        label=label.replace("$", r"\$"),
+        label=label,
     )
 
 
@@ -111,7 +111,8 @@ def _empty(x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 def _with_legend(figure: Figure, axes: Axes) -> Figure:
     lines = len(axes.get_legend_handles_labels()[1])
-    figure.legend(loc="outside lower left", ncols=3, fontsize=7, frameon=False)
+    with rc_context({"text.parse_math": False}):  # a name may hold dollar signs
+        figure.legend(loc="outside lower left", ncols=3, fontsize=7, frameon=False)
     figure.set_figheight(HEIGHT + 0.17 * (lines // 3))
     return figure
 

@@ -83,14 +83,15 @@ def draw(title: str, rows: Sequence[Stages]) -> Figure:
     size = (PANEL_INCHES * columns + 0.1, high * sum(lines) + 0.18 * len(rows) + 0.35)
     tight = ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, hspace=0, wspace=0)
     figure = Figure(figsize=size, layout=tight)
-    figure.suptitle(title, fontsize=9, fontweight="bold", x=0.01, ha="left")
+    left = {"x": 0.01, "ha": "left", "parse_math": False}  # a name may hold dollar signs
+    figure.suptitle(title, fontsize=9, fontweight="bold", **left)
     figure.supxlabel(
         "dark: dropped; one colour and outline: one token", fontsize=7, color="#555555", x=0.01, ha="left"
     )
     for part, row, count in zip(
         figure.subfigures(len(rows), squeeze=False, height_ratios=lines)[:, 0], rows, lines
     ):
-        part.suptitle(row.title, fontsize=8, x=0.01, ha="left")
+        part.suptitle(row.title, fontsize=8, **left)
         panels = part.subplots(count, columns, squeeze=False).ravel()
         everything = [("photo", np.arange(math.prod(row.grid))), *row.panels]
         for panel in panels:

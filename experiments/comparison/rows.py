@@ -20,7 +20,7 @@ from prunevit.policies import resolve
 
 RATES = (0.7, 0.5, 0.3)  # where nobody says anything else
 KEYS = ("name", "policy", "weights", "seed")  # of a row in a file
-TAKEN = (*GUESSES, "")  # names that the files of the results use themselves
+TAKEN = GUESSES  # names that predictions.npz has itself
 Spec = dict[str, Any]
 
 
@@ -108,7 +108,11 @@ def _from_file(number: int, row: Any, config: CompareConfig, problems: list[str]
     if policy is None:
         problems.append(f"{where}: policy must be a name or a mapping with a name, got {row.get('policy')}")
         return None
-    name = row.get("name") or _label(policy, weights if "weights" in row else None)
+    name = row.get("name")
+    if isinstance(name, dict | list) or name == "":
+        problems.append(f"{where}: name must be text, got {name or 'none'}")
+        return None
+    name = _label(policy, weights if "weights" in row else None) if name is None else name
     return RowSpec(str(name), policy, config.model, None if weights is None else str(weights), seed)
 
 
@@ -145,7 +149,7 @@ def _row(name: str, policy: Spec, config: CompareConfig) -> RowSpec:
 
 def _by_seed(row: RowSpec, config: CompareConfig) -> Iterator[RowSpec]:
     """One row for each seed, where the policy draws."""
-    if config.seeds is None or config.rows is not None or not _draws(row.policy):
+    if config.seeds is None or not _draws(row.policy):
         yield row
         return
     for seed in config.seeds:

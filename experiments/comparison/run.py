@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prunevit.experiments.class_check import check_classes
 from prunevit.experiments.comparison.config import CompareConfig
 from prunevit.experiments.comparison.gallery import choose, clear
 from prunevit.experiments.comparison.report_run import write_report
@@ -50,6 +52,7 @@ def run(config: CompareConfig) -> list[Row]:
     settings = finite(asdict(config))
     output = _output_dir(config, settings)
     journal = Journal(output, settings)
+    check_classes(config.data, config.model)
     contenders, views = build_contenders(rows, config)
     data = load_data(config.data, contenders[0].dense, views)
     check_processes(config, data)
@@ -119,6 +122,10 @@ def _output_dir(config: CompareConfig, settings: dict[str, Any]) -> Path:
 
 
 def _npz(arrays: dict[str, NDArray[np.int32]]) -> bytes:
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-    return file.getvalue()
+    """What `numpy.savez_compressed` writes; that takes the names as keywords and has some of its own."""
+    content = io.BytesIO()
+    with ZipFile(content, "w", ZIP_DEFLATED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w") as file:
+                np.lib.format.write_array(file, array)
+    return content.getvalue()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from prunevit.experiments.comparison.shape import CONTENT, FAILED, ROW, misfit
 from prunevit.experiments.config import InputError
 from prunevit.experiments.report import COLUMNS, RESULTS, SCHEMA
 
@@ -123,14 +124,23 @@ def _read(folder: Path) -> Run:
         raise InputError(
             f"runs: {path} must be of schema {SCHEMA}, got {schema}; read it with the version that wrote it"
         )
-    environment, config, rows = (content.get(name) for name in ("environment", "config", "rows"))
-    if not (isinstance(environment, dict) and isinstance(config, dict) and _are_rows(rows)):
-        raise InputError(f"runs: {path} must hold environment, config and at least one row; repeat the run")
+    if wrong := misfit(content, CONTENT):
+        raise InputError(
+            f"runs: {path} must hold environment, config and at least one row as this version writes them, got "
+            f"something else as {wrong}; repeat the run"
+        )
+    environment, config, rows = (content[name] for name in ("environment", "config", "rows"))
     complete = [{**_complete(row, config), "run": str(folder)} for row in rows]
     pairs = [*_unpruned_pairs(complete), *(content.get("pairs") or [])]
     run = Run(folder, environment, config, complete, pairs, content.get("seeds") or [])
     if lacking := [name for row in run.rows if not row["error"] for name in COLUMNS if name not in row]:
         raise InputError(f"runs: {path} must have all columns in each row, got none named {lacking[0]}")
+    for number, row in enumerate(run.rows, 1):
+        if wrong := misfit(row, FAILED if row["error"] else ROW):
+            raise InputError(
+                f"runs: {path} must hold what this version writes, got {row.get(wrong)!r:.40} as {wrong} of row "
+                f"{number}; repeat the run"
+            )
     return run
 
 
@@ -144,10 +154,6 @@ def _unpruned_pairs(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _are_rows(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
-
-
 def _what_is_missing(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} must be a folder of results, got {'a file' if folder.exists() else 'none'}"
@@ -158,7 +164,7 @@ def _what_is_missing(folder: Path) -> str:
 
 def _complete(row: Row, config: Row) -> Row:
     """Give a row of `evaluate` what only a comparison has; a row that failed has no figures."""
-    knob = f" {row['knob']}={row['knob_value']}" if row.get("knob") else ""
+    knob = f" {row['knob']}={row.get('knob_value')}" if row.get("knob") else ""
     data = {"name": config.get("data", {}).get("name", "unknown")}
     more: Row = {"name": f"{row.get('policy')}{knob}", "kind": "policy", "error": None, "data": data}
     figures = dict.fromkeys(COLUMNS) if row.get("error") else {}

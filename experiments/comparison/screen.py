@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from prunevit.experiments.comparison.statistics import NO_DIFFERENCE
@@ -35,6 +36,7 @@ def print_comparison(
         f"({first['model']}, weights {first['weights']}), {first['dense_gmacs']:.2f} GMACs",
         soft_wrap=True,
         highlight=False,
+        markup=False,
     )
     timed = first["images_per_s"] is not None
     speed = ("img/s", "speed") if timed else ()
@@ -58,5 +60,5 @@ def print_comparison(
 def _cells(row: Row, timed: bool) -> list[str]:
     interval = f"{row['top1_low']:.1f}-{row['top1_high']:.1f}"
     less = NO_DIFFERENCE if row["unpruned_verdict"] == NO_DIFFERENCE else f"{row['unpruned_difference']:+.2f}"
-    cells = [row["name"], f"{row['top1']:.2f}", interval, less, f"{row['gmacs']:.2f}"]
+    cells = [escape(row["name"]), f"{row['top1']:.2f}", interval, less, f"{row['gmacs']:.2f}"]
     return [*cells, f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}"] if timed else cells

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -106,7 +107,8 @@ def set_keys(contenders: Sequence[Contender], config: CompareConfig, data: dict[
             weights_fingerprint(each.pruned.policies),
         ]
         asked = {name: value for name, value in asdict(each.spec).items() if name != "name"}
-        said = json.dumps([run, weights, asked, _code(each)], default=str)
+        knob = each.pruned.policies[0].knob_value  # where a cost was asked for, photos have decided it
+        said = json.dumps([run, weights, asked, knob, _code(each)], default=str)
         each.key = sha256(said.encode()).hexdigest()
 
 
@@ -128,5 +130,14 @@ def _wish(model: Any) -> dict[str, Any]:
 
 
 def _code(each: Contender) -> str:
-    file = inspect.getsourcefile(type(each.pruned.policies[0]))
-    return sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
+    """A hash of the files of the policy and its bases, and of those beside them in their packages."""
+    files: set[Path] = set()
+    for base in type(each.pruned.policies[0]).__mro__:
+        if base is not object and base.__module__.partition(".")[0] != "torch":
+            file = Path(inspect.getsourcefile(base) or "")
+            package = getattr(sys.modules.get(base.__module__), "__package__", "")
+            files.update(file.parent.glob("*.py") if package else [file])
+    digest = sha256()
+    for file in sorted(each for each in files if each.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -76,7 +76,10 @@ def run(config: ShowConfig) -> Path:
         policy: Any = pruned.policies[0]
         knob = f" {policy.knob}={policy.knob_value}" if policy.knob else ""
         stages = look(name + knob, pruned, batch)
-        unpruned = prediction(model(batch.images)[0], class_titles(model))
+        logits = model(batch.images)[0]
+        if where := pruned.find_nan(batch.images, batch.positions):
+            raise InputError(f"logits: must be finite, got others for {config.image}; {where}")
+        unpruned = prediction(logits, class_titles(model))
     title = f"{Path(config.image).name}: {_label(config.image, model)}unpruned {unpruned}"
     try:
         save(draw(title, stages), Path(config.output), title, dpi=200)

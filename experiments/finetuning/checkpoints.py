@@ -123,7 +123,10 @@ def find_checkpoint(config: FinetuneConfig) -> Resumption | None:
         )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        earlier, resumption = content[OURS]["computation"], Resumption(path, int(content["global_step"]))
+        earlier, resumption = (
+            dict(content[OURS]["computation"]),
+            Resumption(path, int(content["global_step"])),
+        )
     except UNREADABLE as error:
         raise InputError(
             f"ckpt_path: must be a checkpoint of prunevit finetune, got {path} ({first_line(error)})"

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
 from timm.data import create_transform, resolve_model_data_config
 from torch.utils.data import DataLoader, Dataset
 
-from prunevit.experiments.config import InputError
+from prunevit.experiments.config import InputError, first_line
 from prunevit.experiments.data import EvaluationData, Photo, Photos, collate, load_data
 from prunevit.experiments.finetuning.config import FinetuneConfig
 from prunevit.experiments.finetuning.plan import BatchPlan, Draw
 from prunevit.experiments.finetuning.seeding import Purpose, seed_draws
+from prunevit.experiments.folders import VALIDATION
 from prunevit.experiments.labels import class_names
 
 
@@ -56,6 +58,12 @@ class FinetuneData:
     training: TrainingPhotos
     held_out: EvaluationData
 
+    def fingerprint(self) -> str:
+        """A hash of the names of the training images in their order, which a plan counts on."""
+        source = self.training.photos.source
+        names = "\n".join(str(source.filename(position)) for position in range(len(self.training)))
+        return sha256(names.encode(errors="surrogateescape")).hexdigest()
+
     def loader(self, plan: BatchPlan, num_workers: int) -> PlannedLoader:
         """Make the loader of one process.
 
@@ -96,6 +104,7 @@ def load_training_data(config: FinetuneConfig, model: Any) -> FinetuneData:
         raise InputError(*(line.replace("data.split:", "train_split:") for line in error.problems)) from error
     assert isinstance(found.photos, Photos)
     assert isinstance(held_out.photos, Photos)
+    _check_apart(config, found.photos, held_out.photos)
     _check_classes(found.photos, held_out.photos, class_names(model, config.data.class_map))
     photos = Photos(
         found.photos.source, training_transform(config, model), found.photos.targets, found.photos.heads
@@ -109,21 +118,42 @@ def training_transform(config: FinetuneConfig, model: Any) -> Any:
     Args:
         config: How images are altered.
         model: A timm model.
+
+    Raises:
+        InputError: If timm knows no such `aa`.
     """
     data = resolve_model_data_config(model)
-    return create_transform(
-        input_size=(3, *model.patch_embed.img_size),
-        is_training=True,
-        scale=(config.scale_min, 1.0),
-        hflip=config.hflip,
-        color_jitter=config.color_jitter or None,  # type: ignore[arg-type]  # as timm's own scripts give it
-        auto_augment=config.aa,
-        interpolation=data["interpolation"],
-        mean=data["mean"],
-        std=data["std"],
-        re_prob=config.reprob,
-        re_mode="pixel",
-    )
+    try:
+        return create_transform(
+            input_size=(3, *model.patch_embed.img_size),
+            is_training=True,
+            scale=(config.scale_min, 1.0),
+            hflip=config.hflip,
+            color_jitter=config.color_jitter or None,  # type: ignore[arg-type]  # as timm's own scripts give it
+            auto_augment=config.aa,
+            interpolation=data["interpolation"],
+            mean=data["mean"],
+            std=data["std"],
+            re_prob=config.reprob,
+            re_mode="pixel",
+        )
+    except (AssertionError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise InputError(
+            f"aa: must be an automatic augmentation of timm, got {config.aa} ({first_line(error)})"
+        ) from error
+
+
+def _check_apart(config: FinetuneConfig, training: Photos, held_out: Photos) -> None:
+    """Refuse to train on the images that are held out."""
+    if config.data.dataset:  # whose images have no file names
+        same = config.train_split == (config.data.split or VALIDATION[0])
+    else:
+        same = training.name(0) == held_out.name(0)
+    if same:
+        raise InputError(
+            f"train_split: must be other images than those held out, got {config.train_split}, which is the "
+            "validation split too; choose another, or another data.split"
+        )
 
 
 def _check_classes(training: Photos, held_out: Photos, names: list[str] | None) -> None:

@@ -21,6 +21,7 @@ from prunevit.experiments.finetuning.objective import Objective
 from prunevit.experiments.finetuning.optimisation import Schedule, make_optimizer
 from prunevit.experiments.finetuning.plan import BatchPlan, Length
 from prunevit.experiments.finetuning.seeding import Purpose, seed_draws
+from prunevit.experiments.fingerprint import weights_fingerprint
 from prunevit.experiments.metrics import Accuracy, Average
 from prunevit.trace import Trace
 from prunevit.vit import RaggedViT
@@ -36,6 +37,7 @@ class FinetuneModule(LightningModule):
 
     Attributes:
         val: Figures of the last validation, in percent.
+        begun_with: A hash of each thing that a name in the configuration stands for.
     """
 
     def __init__(self, pruned: RaggedViT, data: FinetuneData, config: FinetuneConfig, length: Length) -> None:
@@ -56,6 +58,7 @@ class FinetuneModule(LightningModule):
             self._beside[AVERAGE] = ModelEmaV3(pruned, decay=config.ema_decay).requires_grad_(False)
         pruned.set_grad_checkpointing(config.grad_checkpointing)
         self.val: dict[str, float] = {}
+        self.begun_with = {"weights": weights_fingerprint(teacher), "training images": data.fingerprint()}
 
     @property
     def result(self) -> RaggedViT:
@@ -160,12 +163,26 @@ class FinetuneModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what decides the result, the last validation and the moving average."""
-        checkpoint[OURS] = {"computation": self.config.computation(), "val": self.val}
+        checkpoint[OURS] = {
+            "computation": self.config.computation(),
+            "val": self.val,
+            "begun_with": self.begun_with,
+        }
         if AVERAGE in self._beside:
             checkpoint[AVERAGE] = self._beside[AVERAGE].state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the last validation and the moving average back."""
+        """Take the last validation and the moving average back.
+
+        Raises:
+            InputError: If the files behind the same keys are others than when the run began.
+        """
+        earlier = checkpoint[OURS].get("begun_with", self.begun_with)
+        if changed := [name for name, digest in self.begun_with.items() if earlier[name] != digest]:
+            raise InputError(
+                f"ckpt_path: the {changed[0]} must be the ones that the run began with, got others under the same "
+                "name; put them back, or start anew from weights="
+            )
         self.val = checkpoint[OURS]["val"]
         if AVERAGE in self._beside:
             self._beside[AVERAGE].load_state_dict(checkpoint[AVERAGE])

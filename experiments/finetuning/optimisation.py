@@ -52,16 +52,21 @@ def make_optimizer(pruned: RaggedViT, config: FinetuneConfig) -> Optimizer:
         config: `opt`, `lr`, `lr_base_size` and those of `parameter_groups`.
 
     Raises:
-        InputError: If timm knows no such optimiser.
+        InputError: If timm knows no such optimiser, or it needs second derivatives.
     """
     groups = parameter_groups(pruned, config)
     peak = config.lr * config.batch_size / config.lr_base_size if config.lr_base_size else config.lr
     try:
-        return create_optimizer_v2(groups, opt=config.opt, lr=peak, weight_decay=config.weight_decay)
+        made = create_optimizer_v2(groups, opt=config.opt, lr=peak, weight_decay=config.weight_decay)
     except (ValueError, AssertionError) as error:
         raise InputError(
             f"opt: must be an optimiser of timm, got {config.opt} ({first_line(error)})"
         ) from error
+    if getattr(made, "is_second_order", False):
+        raise InputError(
+            f"opt: must need first derivatives alone, got {config.opt}, which differentiates twice"
+        )
+    return made
 
 
 class Schedule:

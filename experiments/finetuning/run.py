@@ -1,5 +1,8 @@
 """`prunevit finetune`: from a configuration to a weights file."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,6 +31,7 @@ from prunevit.experiments.finetuning.plan import length_of
 from prunevit.experiments.finetuning.student import build, with_knob
 from prunevit.experiments.finetuning.weights_file import describe, write_weights
 from prunevit.experiments.finetuning.words import introduction, summary
+from prunevit.experiments.journal import LOCK, locked
 from prunevit.experiments.ranks import is_first_process
 from prunevit.experiments.report import choose_output_dir
 from prunevit.experiments.tracking import tracked
@@ -59,10 +63,10 @@ def run(config: FinetuneConfig) -> None:
         )
     length = length_of(config, len(data.training))
     module = FinetuneModule(pruned, data, config, length)
-    if is_first_process():
-        print(introduction(config, length, resumption))
-        _prepare(folder, config)
-    with tracked(config.logger if is_first_process() else LoggerConfig(), asdict(config)) as records:
+    logger = config.logger if is_first_process() else LoggerConfig()
+    with _prepared(folder, config), tracked(logger, asdict(config)) as records:
+        if is_first_process():
+            print(introduction(config, length, resumption))
         try:
             run_quietly(partial(_fit, module, config, folder, resumption), EXPECTED)
         except KeyboardInterrupt:
@@ -119,13 +123,25 @@ def _fit(module: FinetuneModule, config: FinetuneConfig, folder: Path, resumptio
     trainer.fit(module, ckpt_path=str(resumption.path) if resumption else None)
 
 
-def _prepare(folder: Path, config: FinetuneConfig) -> None:
-    """Make the folder; `config.yaml` repeats the run."""
+@contextmanager
+def _prepared(folder: Path, config: FinetuneConfig) -> Iterator[None]:
+    """Make the folder and keep other runs out of it; `config.yaml` repeats the run."""
+    if not is_first_process():
+        yield
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
-    settings = asdict(config) | {"ckpt_path": None}
-    with atomically(folder / "config.yaml") as temporary:
-        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
+    lock = locked(folder)
+    if lock is None:
+        raise InputError(f"output_dir: must be a folder that no other run works in, got {folder}")
+    try:
+        remove_leftovers(folder)
+        settings = asdict(config) | {"ckpt_path": None}
+        with atomically(folder / "config.yaml") as temporary:
+            temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
+        yield
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _wandb(config: FinetuneConfig) -> list[Logger]:

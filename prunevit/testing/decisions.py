@@ -97,7 +97,10 @@ def check_repeats(candidate: Candidate) -> None:
 
 
 def _decisions(candidate: Candidate) -> Iterator[Decision]:
-    yield from candidate.decisions[0]
+    made, error = candidate.decisions
+    if error is not None and not made:
+        raise NotApplicable("forward decides nothing: see its own check")
+    yield from made
 
 
 def _check_folds(decision: Decision, where: str) -> None:

@@ -1,6 +1,7 @@
 """The selecting verbs against plain Python, image by image."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -202,3 +203,31 @@ def test_values_of_a_wrong_length_are_refused() -> None:
     for index in (torch.tensor([1, 2]), torch.zeros(3)):
         with pytest.raises(ValueError, match=r"image_index must be integers \[3\]"):
             RaggedTokens.from_padded(x, 1, (2, 2), image_index=index)
+
+
+@pytest.mark.parametrize(
+    ("verb", "line"),
+    [
+        (lambda t, s: top_k(t, s[:14], 0.5), r"score: must be floating \[15\]"),
+        (lambda t, s: sample(t, s.long(), 3), r"score: must be floating \[15\]"),
+        (lambda t, s: rank(t, s[:, None, None]), r"score: must be floating \[15\]"),
+        (lambda t, s: top_k(t, s, count=2.5), "count must be a whole number, got 2.5"),  # type: ignore[arg-type]
+        (lambda t, s: top_k(t, s, count=torch.ones(3)), "counts of the images must be integers"),
+        (lambda t, s: top_k(t, s, "0.5"), "rate must be in"),  # type: ignore[arg-type]
+        (lambda t, s: top_k(t, s, 0.5, within=t.live), "within: must be a KeepMask, got Tensor"),
+        (lambda t, s: threshold(t, s, math.nan), "value must be a number"),
+        (lambda t, s: top_p(t, s, 0.5, min_keep=3, max_keep=2), "must be at least min_keep=3, got 2"),
+        (lambda t, s: pack(t, KeepMask([True] * 15)), "keep must be a tensor, got list"),  # type: ignore[arg-type]
+        (
+            lambda t, s: pack(t, KeepMask(t.live, order=t.live)),
+            "order must be floating or of signed integers",
+        ),
+        (
+            lambda t, s: pack(t, KeepMask(t.live, rows_per_image=5.0)),  # type: ignore[arg-type]
+            "must be a whole number or None, got 5.0",
+        ),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_in_one_line(verb: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        verb(dense_tokens(3, 4, 1), torch.randn(15))

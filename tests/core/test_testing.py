@@ -137,3 +137,15 @@ def test_on_a_gpu_graphs_and_waiting_are_looked_at() -> None:
     results = {each.name: each for each in check_policy(lambda: EViT(0.6, (1, 2)), device="cuda")}
     assert results["graph"].status == "passed"
     assert results["no_wait"].reason == "with fake tensors, and on the GPU"
+
+
+def test_what_forward_never_decided_is_not_passed() -> None:
+    class Falls(Sound):
+        def forward(self, *_: object) -> prunevit.KeepMask:
+            raise RuntimeError("at once")
+
+    statuses = {each.name: each.status for each in check_policy(Falls, raises=False)}
+    assert statuses["forward"] == "failed"
+    assert {statuses[name] for name in ("mask", "one_patch_stays", "known_count", "prefix")} == {
+        "not applicable"
+    }

@@ -66,6 +66,16 @@ def test_the_head_of_an_architecture(
 def test_what_is_no_folder_of_class_folders_is_passed_over(folders: Folders, tmp_path: Path) -> None:
     model = ModelConfig(name="test_vit", num_classes=3)
     flat = folders(photos=2) / "photos"
-    for asked in (data(None), data(tmp_path / "nowhere"), data(flat), data(flat, ground_truth="labels.txt")):
+    for asked in (data(flat), data(flat, ground_truth="labels.txt")):
         check_classes(asked, model)
     check_classes(data(tmp_path, dataset="hfds/owner/set"), model)
+
+
+def test_a_place_that_is_none_is_told_before_anything_is_fetched() -> None:
+    model = ModelConfig(name="deit_tiny_patch16_224")
+    with pytest.raises(InputError, match=r"data\.root: must exist, got /no/such/place"):
+        check_classes(DataConfig(name="imagenet", root="/no/such/place"), model)
+    with pytest.raises(InputError, match=r"data\.root: must be set to a folder or a \.tar file"):
+        check_classes(DataConfig(name="folder"), model)
+    check_classes(DataConfig(name="sample"), model)
+    check_classes(DataConfig(name="imagenet", dataset="hfds/imagenet-1k"), model)

@@ -241,6 +241,8 @@ def test_equal_cost(folders: Folders, tmp_path: Path) -> None:
         (["policies=[evit,topk,evit]"], "policies: evit is listed twice"),
         (["keep_rates=[0.5,0.5]"], "keep_rates: 0.5 is listed twice"),
         (["seeds=[]"], "seeds: must hold a value, got none"),
+        (["seeds=[0,1]", "rows=rows.yaml"], "seeds: belongs to policies; in a file of rows"),
+        (["policies=[[evit]]"], "policies: must be a list of single values, got [['evit']]"),
         (["policies=[]"], "policies: must name at least one policy"),
         (
             ["policies=[evit,tome]"],
@@ -277,6 +279,12 @@ def test_wrong_words_are_one_line(
         (["policy: evit, name: dense"], "rows: a row may not be called 'dense'"),
         (["policy: evit, sed: 1"], "row 1 of rows.yaml has an unknown key sed; the nearest is seed"),
         (["policy: evit, seed: -1"], "row 1 of rows.yaml: seed must be a whole number from 0"),
+        (["policy: evit, name: [a]"], "row 1 of rows.yaml: name must be text, got ['a']"),
+        (["policy: evit, name: ''"], "row 1 of rows.yaml: name must be text, got none"),
+        (
+            ["policy: &a {name: evit, layers: *a}"],
+            "rows: must be a readable YAML file, got rows.yaml (it holds",
+        ),
         (["seed: 1"], "row 1 of rows.yaml: policy must be a name or a mapping with a name, got None"),
         (["policy: {name: evit, keeprate: 1}"], "policy.keeprate: unknown key of EViT"),
     ],
@@ -301,3 +309,20 @@ def test_a_file_of_something_else_is_one_line(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "rows.yaml").write_text("policies: [evit]\n")
     assert compare(tmp_path, tmp_path / "out", "rows=rows.yaml", "model.pretrained=false") == 2
     assert "rows.yaml must hold rows: and a list of rows, got policies" in capsys.readouterr().err
+
+
+def test_a_row_may_be_called_anything(
+    folders: Folders, rows_file: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["file", "[/bold]", r"$\\no$", "../a b", "<b>", "0"]
+    rows = rows_file(
+        *(f'name: "{name}", policy: {{name: topk, layers: [{i}]}}' for i, name in enumerate(names))
+    )
+    words = [f"rows={rows}", "model.pretrained=false", "pictures=1"]
+    assert compare(folders(a=1, b=1, c=1), tmp_path / "out", *words) == 0
+    names[2] = r"$\no$"
+    assert [row["name"] for row in read(tmp_path / "out")["rows"]] == names
+    with np.load(tmp_path / "out" / "predictions.npz") as arrays:
+        assert {*arrays} == {"index", "target", "dense", *names}
+        assert arrays["target"].tolist() == [0, 1, 2]
+    assert "[/bold]" in capsys.readouterr().out

@@ -167,6 +167,9 @@ BAD = {
     "graph": (["mode=graph"], "mode: must be one of eager, compile"),
     "nothing to go on": (["ckpt_path=last"], "ckpt_path: must be a checkpoint of prunevit finetune"),
     "recipe": (["recipe=evitt"], "recipe: unknown name, got evitt; the nearest is evit"),
+    "second order": (["opt=adahessian"], "opt: must need first derivatives alone, got adahessian"),
+    "held out": (["train_split=validation"], "train_split: must be other images than those held out"),
+    "augmentation": (["aa=garbage"], "aa: must be an automatic augmentation of timm, got garbage"),
     "nan": (["lr=.nan"], "lr: must be a finite number"),
 }
 

@@ -2,6 +2,8 @@
 
 import errno
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -112,8 +114,16 @@ def test_only_the_same_run_goes_on(root: Path, tmp_path: Path, capsys: pytest.Ca
         assert finetune(root, tmp_path, "max_steps=2", "ckpt_path=last", word) == 2
         assert line in capsys.readouterr().err
     (tmp_path / "other.ckpt").write_bytes(b"no checkpoint")
-    assert finetune(root, tmp_path, "max_steps=2", f"ckpt_path={tmp_path / 'other.ckpt'}") == 2
-    assert "must be a checkpoint of prunevit finetune" in capsys.readouterr().err
+    torch.save({"prunevit": {"computation": 3}, "global_step": 1}, tmp_path / "odd.ckpt")
+    for name in ("other", "odd"):
+        assert finetune(root, tmp_path, "max_steps=2", f"ckpt_path={tmp_path / name}.ckpt") == 2
+        assert "must be a checkpoint of prunevit finetune" in capsys.readouterr().err
+    # The same names must stand for the same files.
+    photo = root / "train" / "red" / "0.png"
+    photo.rename(photo.with_name("10.png"))
+    assert finetune(root, tmp_path, "max_steps=2", "ckpt_path=last") == 2
+    assert "the training images must be the ones that the run began with" in capsys.readouterr().err
+    photo.with_name("10.png").rename(photo)
     # It may go on in another place.
     elsewhere = tmp_path / "elsewhere"
     assert finetune(root, elsewhere, "max_steps=2", f"ckpt_path={tmp_path / 'last.ckpt'}") == 0
@@ -159,6 +169,22 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "last.ckpt", "metrics.csv"]
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
     assert finetune(root, tmp_path, "max_steps=6", "checkpoint_every_n_steps=1", "ckpt_path=last") == 0
+
+
+def test_two_runs_never_share_a_folder(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'ab'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert finetune(root, tmp_path, "max_steps=1") == 2
+        other.kill()
+    assert "output_dir: must be a folder that no other run works in, got" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    assert finetune(root, tmp_path, "max_steps=1") == 0
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -247,7 +247,18 @@ def _without_a_column(folder: Path) -> None:
     write_run(folder, [{key: value for key, value in a_row("a", 80, 2.0).items() if key != "gmacs"}])
 
 
+def _with(**entries: Any) -> Callable[[Path], object]:
+    return lambda folder: write_run(folder, [{**a_row("a", 80.0, 2.0), **entries}])
+
+
 BROKEN: dict[str, Callable[[Path], object]] = {
+    "got 'x' as top1 of row 1": _with(top1="x"),
+    "got None as gmacs of row 1": _with(gmacs=None),
+    "got 'none' as kind of row 1": _with(kind="none"),
+    "got 3 as tokens_by_block of row 1": _with(tokens_by_block=3),
+    "got [] as images_per_s of row 1": _with(images_per_s=[]),
+    "got something else as seeds": lambda folder: write_run(folder, two_policies(), seeds=[{"rows": None}]),
+    "got something else as pairs": lambda folder: write_run(folder, two_policies(), pairs="x"),
     "must hold results, got an empty folder": Path.mkdir,
     "must hold results.json, which is written last": _half_written,
     "must be whole, got half a file or no JSON": _cut_off,

@@ -18,6 +18,7 @@ from prunevit.experiments.comparison.pictures import (
     draw,
     look,
     prediction,
+    save,
     shade,
     unnormalise,
     write_pictures,
@@ -146,6 +147,13 @@ def test_many_stages_take_several_lines() -> None:
     places = {(round(axes.get_position().x0, 2)) for axes in figure.axes}
     assert len(figure.axes) == 14
     assert len(places) == 7
+
+
+def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
+    (row,) = look("$x_{$", pruned_model(TopK(layers=[0])), a_batch(1))
+    save(draw(r"a$\foo$.jpg", [row]), tmp_path / "a.png", r"a$\foo$.jpg")
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.info["Description"] == r"a$\foo$.jpg"
 
 
 def test_pictures_on_disk(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from prunevit.experiments.comparison.config import CompareConfig
 from prunevit.experiments.comparison.rows import plan_rows
 from prunevit.experiments.comparison.shared import build_contenders, set_keys
 from prunevit.experiments.compose import compose
+from prunevit.experiments.config import InputError
 
 Folders = Callable[..., Path]
 Rows = Callable[..., Path]
@@ -96,6 +98,8 @@ def test_a_folder_in_which_a_run_works_is_left_to_it(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         assert journal.unfinished({"seed": 1}) is None
+        with pytest.raises(InputError, match="output_dir: must be a folder that no other run works in, got"):
+            journal.Journal(tmp_path / "outputs" / "begun", {"seed": 1})
         other.kill()
     assert journal.unfinished({"seed": 2}) is None
     assert journal.unfinished({"seed": 1}) == Path("outputs/begun")
@@ -129,10 +133,13 @@ def test_two_processes_give_the_rows_of_one(
 def test_rows_of_the_same_weights_share_them_and_have_keys_of_their_own(
     rows_file: Rows, weights: Path
 ) -> None:
-    def keys(*words: str, row: str = TOPK) -> tuple[list[str], int]:
+    def keys(
+        *words: str, row: str = TOPK, alter: Callable[[Any], None] = lambda policy: None
+    ) -> tuple[list[str], int]:
         words = (*MODEL, "data=sample200", f"weights={weights}", f"rows={rows_file(row, EVIT)}", *words)
         config = compose("compare", CompareConfig, list(words))
         contenders, views = build_contenders(plan_rows(config), config)
+        alter(contenders[0].pruned.policies[0])
         set_keys(contenders, config, {"sha256": "x"})
         held = {parameter for each in contenders for parameter in each.pruned.parameters()}
         assert views == [each.pruned.model for each in contenders if each.view]
@@ -145,6 +152,8 @@ def test_rows_of_the_same_weights_share_them_and_have_keys_of_their_own(
     assert topk != evit
     assert keys(row=f"{TOPK}, name: other")[0] == [topk, evit]
     assert keys(row=TOPK.replace("0.4", "0.3"))[0] != [topk, evit]
+    # Where a cost is asked for, the photos decide the knob.
+    assert keys(alter=lambda policy: setattr(policy, "knob_value", 0.35))[0][0] != topk
     for word in ("batch_size=3", "precision=64-true", "numeric_images=5"):
         assert not {*keys(word)[0]} & {topk, evit}, word
     (again, _, *smaller), parameters_with_smaller = keys("baselines=[resize]")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -136,10 +137,18 @@ def test_a_trace_of_other_images_is_one_line(
 
 
 def test_more_processes_than_images(
-    folders: Folders, evaluate: Evaluate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    folders: Folders,
+    evaluate: Evaluate,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert evaluate(folders(a=1, b=1, c=1), tmp_path / "out", "devices=4") == 2
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    root = folders(a=1, b=1, c=1)
+    assert evaluate(root, tmp_path / "out", "devices=4") == 2
     assert capsys.readouterr().err == "prunevit: devices: must be at most the 3 images, got 4\n"
+    assert evaluate(root, tmp_path / "out", "devices=9") == 2
+    assert capsys.readouterr().err == "prunevit: devices: must be at most 8 processes on this CPU, got 9\n"
 
 
 def test_a_broken_link_is_named_or_counted(

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from prunevit.experiments.cli import main
 from prunevit.experiments.sample_model import PHOTOS
@@ -31,6 +34,20 @@ def test_any_timm_model_and_policy(folders: Folders, tmp_path: Path) -> None:
     assert main(["show", str(photo), "policy=topk", f"output={output}", *SMALL]) == 0
     with Image.open(output) as image:
         assert image.info["Description"].startswith("0.png: unpruned class ")
+
+
+def test_logits_that_are_not_finite(
+    folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = timm.create_model("test_vit", num_classes=3).state_dict()
+    state["blocks.4.mlp.fc1.weight"][0, 0] = torch.nan
+    save_file(state, tmp_path / "nan.safetensors")
+    photo, words = folders(cat=1) / "cat" / "0.png", [f"weights={tmp_path / 'nan.safetensors'}", *SMALL]
+    assert main(["show", str(photo), "policy=topk", f"output={tmp_path / 'k.png'}", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "logits: must be finite" in line
+    assert line.endswith("block 4, mlp")
+    assert not (tmp_path / "k.png").exists()
 
 
 @pytest.mark.parametrize(
