@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prunevit.experiments.config import DataConfig, ImagesConfig, InputError
 from prunevit.experiments.data import load_data
-from prunevit.experiments.folders import SPLITS, TRAINING, split_folder
+from prunevit.experiments.folders import SPLITS, TRAINING, check_root, split_folder
 from prunevit.experiments.sample_model import PHOTOS
 
 
@@ -81,13 +81,15 @@ def training_split(data: DataConfig, images: int) -> DataConfig:
     plain = replace(data, num_images=images, ground_truth=None, real_labels=None)
     if data.dataset:
         return replace(plain, split=TRAINING[0])
-    root = PHOTOS if data.name == "sample" and data.root is None else Path(str(data.root))
+    if data.name != "sample":
+        check_root(data.root)
+    root = PHOTOS if data.root is None else Path(data.root)
     for place in (root, root.parent) if root.name in SPLITS else (root,):
         try:
             return replace(plain, root=str(split_folder(place, TRAINING[0])), split=None)
         except InputError:
             continue
     raise InputError(
-        "policy.gmacs: the policy keeps what the data says, so its knob is set on training photos; there must be a "
-        f"folder train in data.root, or beside it where that is a split itself, got {root}"
+        "data.root: what the policy keeps depends on the data, so its cost is measured on training photos; there must "
+        f"be a folder train in data.root, or beside it where that is a split itself, got {root}"
     )

@@ -112,14 +112,23 @@ def cost_of(
     with policy_errors(spec["name"]):
         known = known_cost(model, build_policy(spec, seed))
         if known is not None:
-            return known
+            return _checked(known)
         home = next(model.parameters()).device
         pruned = prune_model(model.to(calibration.device), build_policy(spec, seed))
         load_policies(pruned, weights)
         try:
-            return measured_cost(pruned, calibration.batches)
+            return _checked(measured_cost(pruned, calibration.batches))
         finally:
             model.to(home)
+
+
+def _checked(cost: Cost) -> Cost:
+    """The cost, unless the policy's own is no number of operations; raises `ValueError`."""
+    if not 0 <= cost.policy_gmacs < math.inf:
+        raise ValueError(
+            f"macs(counts) must be finite and at least 0, got {cost.policy_gmacs * 1e9:g} in all"
+        )
+    return cost
 
 
 def _rows_left(policy: PruningPolicy, info: ModelInfo, rows: int, layer: int) -> int | None:

@@ -5,6 +5,7 @@ from typing import Any
 import timm
 import torch
 
+from prunevit.architecture import check_architecture
 from prunevit.experiments.compose import nearest
 from prunevit.experiments.config import InputError, ModelConfig, first_line
 from prunevit.experiments.sample_model import load_sample_model
@@ -122,6 +123,10 @@ def _build_timm(config: ModelConfig, weights: Weights | None) -> Any:
 
 
 def _resize(model: Any, size: int | list[int]) -> None:
+    try:
+        check_architecture(model)
+    except TypeError as error:
+        raise InputError(str(error)) from error
     sides = (size, size) if isinstance(size, int) else tuple(size)
     patch = model.patch_embed.patch_size
     if any(side % step for side, step in zip(sides, patch)):

@@ -38,7 +38,7 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
         return mask
     rows_per_image = None if mask.rows_per_image is None else mask.rows_per_image + 1
     if mask.selection is not None:
-        by, chosen = mask.selection
+        by, chosen, _ = mask.selection
         if by is score and mask.keep is chosen.keep:
             return replace(
                 mask,

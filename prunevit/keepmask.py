@@ -33,8 +33,9 @@ class KeepMask:
         soft: Training only: the whole new soft mask, `[T]`. With it no row leaves: rows may still be reordered, and
             heirs still take up what is folded into them.
         aux: Tensors for the policy's own losses.
-        selection: The score that the rows were selected by, and all that selecting them found out: `fuse` and `pack`
-            need not find out again. It says nothing once `keep` is another tensor than the selection's.
+        selection: The score that the rows were selected by, all that selecting them found out, and the rows of each
+            image if the host knows them: `fuse` and `pack` need not find out again. It says nothing once `keep` is
+            another tensor than the selection's, or `rows_per_image` another number.
     """
 
     keep: Tensor
@@ -46,7 +47,7 @@ class KeepMask:
     order: Tensor | None = None
     soft: Tensor | None = None
     aux: Mapping[str, Tensor] = field(default_factory=dict)
-    selection: tuple[Tensor, Selection] | None = None
+    selection: tuple[Tensor, Selection, int | None] | None = None
 
 
 def check_score(tokens: RaggedTokens, score: Tensor) -> None:
@@ -389,5 +390,5 @@ def _select(
         eligible=None if within is None else within.keep,
     )
     if within is None:
-        return KeepMask(chosen.keep, rows_per_image=rows, selection=(score, chosen))
+        return KeepMask(chosen.keep, rows_per_image=rows, selection=(score, chosen, rows))
     return replace(within, keep=chosen.keep, rows_per_image=rows)

@@ -98,10 +98,16 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
         sorts.
     """
     if mask.selection is not None and mask.order is None and mask.soft is None:
-        chosen = mask.selection[1]
-        if mask.keep is chosen.keep:
+        _, chosen, known = mask.selection
+        claimed = mask.rows_per_image
+        if mask.keep is chosen.keep and claimed in (None, known):
             return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent)
-        if mask.keep is chosen.keep_fused and mask.merge_into is chosen.merge_into:
+        fused = None if known is None else known + 1
+        if (
+            mask.keep is chosen.keep_fused
+            and mask.merge_into is chosen.merge_into
+            and claimed in (None, fused)
+        ):
             return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused)
     kept = tokens.live if mask.soft is not None else tokens.live & (mask.keep | ~tokens.is_patch)
     upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prunevit import KeepMask, RaggedTokens, pack
+from prunevit import KeepMask, RaggedTokens, fuse, pack, top_k
 
 PREFIX = 2
 
@@ -213,3 +213,18 @@ def test_order_never_moves_the_prefix() -> None:
         packed = pack(tokens, KeepMask(tokens.live, order=order))
         assert packed.source.tolist() == [-1, -1, 2, 1, 0, -1, -1, 1, 0]
         torch.testing.assert_close(packed.prefix(), tokens.prefix())
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_a_count_changed_after_the_selection_is_not_trusted(fuses: bool, wrong: int) -> None:
+    tokens = RaggedTokens.from_padded(torch.randn(3, 11, 4), 1, (2, 5))
+    score = torch.randn(33)
+    mask = top_k(tokens, score, 0.5)
+    mask = fuse(tokens, mask, score) if fuses else mask
+    assert mask.rows_per_image is not None
+    assert mask.rows_per_image == 6 + fuses
+    assert pack(tokens, mask).seqlens.tolist() == [6 + fuses] * 3
+    lie = replace(mask, rows_per_image=mask.rows_per_image + wrong)
+    with pytest.raises(ValueError, match=f"each image must keep the {6 + fuses + wrong} rows"):
+        pack(tokens, lie)

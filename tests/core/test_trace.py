@@ -129,3 +129,8 @@ def test_dead_rows_are_left_out_of_a_join() -> None:
     joined = Trace.cat([roomy, roomy])
     assert joined.tokens.seqlens.tolist() == trace.tokens.seqlens.tolist() * 2
     assert joined.tokens.x.shape[0] == int(joined.tokens.cu_seqlens[-1])
+
+
+def test_a_trace_of_no_images_can_be_printed() -> None:
+    trace = prunevit.prune(small_vit(), EViT(0.5, (1,))).trace(IMAGES[:0])
+    assert str(trace).splitlines() == ["layer  site             rows before -> after (mean, min..max)"]

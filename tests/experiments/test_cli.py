@@ -123,6 +123,11 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["evaluate", "policy.layers=[3,12]"], "EViT: layers must lie in 0..11"),
         (["evaluate", "data=folder", "data.root=/nowhere"], "data.root: must exist, got /nowhere"),
         (["evaluate", "model=swin_tiny_patch4_window7_224"], "got SwinTransformer"),
+        (["evaluate", "model=resnet18", "model.img_size=64"], "got ResNet"),
+        (
+            ["plan", "policy=top_p", "data=folder", "data.root=/nowhere"],
+            "data.root: must exist, got /nowhere",
+        ),
         (["evaluate", "batch_size=0"], "batch_size: must be at least 1, got 0"),
         (["evaluate", "output_dir=/dev/null/x"], "output_dir: must be a folder that can be written"),
         (["evaluate", "weights=/nowhere.pth"], "weights: must be a file, got /nowhere.pth"),

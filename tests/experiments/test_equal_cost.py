@@ -10,7 +10,7 @@ import timm
 import torch
 
 from prunevit import prune
-from prunevit.experiments.calibration import Calibration
+from prunevit.experiments.calibration import Calibration, training_split
 from prunevit.experiments.cli import main
 from prunevit.experiments.config import DataConfig, InputError, ModelConfig
 from prunevit.experiments.cost import cost_of, known_cost
@@ -142,16 +142,20 @@ def test_equal_cost_on_unseen_images(model: Any, name: str) -> None:
         ({"name": "evit", "gmacs": 5.0}, r"keep_rate of evit reaches 1\.385 to 4\.599 GMACs here, got 5"),
         ({"name": "tome", "gmacs": 0.1}, r"r of tome reaches 0\.59\d+ to 4\.606 GMACs here, got 0\.1"),
         ({"name": "patch_dropout", "gmacs": 3.0}, r"reaches 4\.599 to 4\.599 GMACs here"),
-        ({"name": "top_p", "gmacs": 3.0}, r"there must be a folder train in data\.root"),
     ],
 )
 def test_costs_that_cannot_be_had(spec: dict[str, Any], line: str) -> None:
     deit = architecture(ModelConfig("deit_small_patch16_224"))
-    if spec["name"] == "top_p":
-        deit = deit.to_empty(device="cpu")
     with pytest.raises(InputError, match=rf"policy\.gmacs: .*{line}") as caught:
         solve(spec, deit, no_photos())
     assert len(caught.value.problems) == 1
+
+
+def test_training_photos_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^data\.root: .*there must be a folder train in data\.root"):
+        training_split(DataConfig(name="folder", root=str(tmp_path)), 8)
+    with pytest.raises(InputError, match=r"^data\.root: must exist, got .*nowhere"):
+        training_split(DataConfig(name="folder", root=str(tmp_path / "nowhere")), 8)
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,27 @@ def test_published_rows_are_complete() -> None:
         assert row.trained in ("fine-tuned", "trained", "off-the-shelf")
         assert row.rule is None or row.rule in RULES
         assert (row.dense_top1 is None) <= (row.trained != "off-the-shelf")
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (
+            "def macs(self, counts): return counts * float('nan')",
+            r"macs(counts) must be finite and at least 0",
+        ),
+        ("def macs(self, counts): return -counts.double()", r"macs(counts) must be finite and at least 0"),
+        (
+            "def forward(self, *given):\n        return replace(super().forward(*given), rows_per_image=3)",
+            "rows_per_image",
+        ),
+    ],
+)
+def test_a_policy_that_lies_about_its_cost_has_no_plan(
+    body: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imports = "from dataclasses import replace\nfrom prunevit.policies import TopK\n"
+    (tmp_path / "liar.py").write_text(f"{imports}class Liar(TopK):\n    {body}\n")
+    assert main(["plan", "model=deit_tiny_patch16_224", f"policy={tmp_path / 'liar.py'}:Liar"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
