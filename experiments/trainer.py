@@ -44,7 +44,9 @@ def make_trainer(config: ImagesConfig, bar: Callback | None = None, **settings: 
         "use_distributed_sampler": False,
     }
     callbacks = [*settings.pop("callbacks", []), *bars]
-    return Trainer(**{**defaults, **settings, "callbacks": callbacks})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*available but not used.*")  # as was asked for
+        return Trainer(**{**defaults, **settings, "callbacks": callbacks})
 
 
 def processes(config: ImagesConfig) -> tuple[int, int]:

@@ -147,7 +147,7 @@ def run_task(
                 raise RuntimeError(f"prunevit {' '.join(words)} ended with {code}; {log.name} says why")
     results = json.loads((work / f"{task.name}_evaluated" / "results.json").read_text())
     (row,) = results["rows"]
-    for folder in (work / task.name, work / f"{task.name}_evaluated"):
+    for folder in work.glob(f"{task.name}*/"):
         shutil.rmtree(folder)
     shown = commands(task, *SHOWN, more)
     return {

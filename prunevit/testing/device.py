@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -90,7 +91,9 @@ def _forbid_synchronising(candidate: Candidate) -> None:
     with torch.no_grad():
         pruned(batch)  # kernels are compiled, tables moved
         torch.cuda.synchronize(candidate.device)
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():  # torch says that the mode does not find everything
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             pruned(batch)
         except RuntimeError as error:

@@ -1,6 +1,7 @@
 """The study of what fine-tuning wins back: its commands compose, its report says what the rows say."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from PIL import Image
 
 from prunevit.experiments.compose import compose
 from prunevit.experiments.finetuning import photo_pack
-from prunevit.experiments.finetuning.study import commands, tasks
+from prunevit.experiments.finetuning.study import Task, commands, run_task, tasks
 from prunevit.experiments.finetuning.study_report import JOURNAL, cell, read_journal, won_back, write_report
 from prunevit.experiments.images import read_image
 from prunevit.experiments.metrics import wilson
+from prunevit.experiments.sample_model import CLASSES
 from prunevit.experiments.verbs import VERBS
 
 
@@ -39,6 +41,23 @@ def test_every_command_composes() -> None:
     (train, evaluate) = commands(learnable, Path("photos"), Path("work"), [])
     assert {"lr=1e-3", "backbone_lr_scale=0.1"} <= {*train}
     assert f"weights=work/{learnable.name}/last.safetensors" in evaluate  # not chosen on the held-out photos
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_row_is_what_its_commands_give(tuned: bool, tmp_path: Path) -> None:
+    root = tmp_path / "photos"
+    for split, folder in product(("train", "val"), CLASSES):
+        (root / split / folder).mkdir(parents=True)
+        Image.new("RGB", (40, 40), "navy").save(root / split / folder / "0.png")
+    quiet = ("progress=false", "data.num_workers=0", "accelerator=cpu")
+    small = ("max_epochs=1", "precision=32-true", "batch_size=5")
+    found = run_task(Task("evit", 0.3, 1, tuned), root, tmp_path / "work", small, quiet)
+    row = found["row"]
+    assert (row["policy"], row["keep_rate"], row["seed"], row["images"]) == ("evit", 0.3, 1, 10)
+    assert row["trained"] == ("fine-tuned" if tuned else "off-the-shelf")
+    assert row["top1"] == 10.0  # one photo in each of ten classes
+    assert [line.split()[1] for line in found["commands"]] == ["finetune"] * tuned + ["evaluate"]
+    assert [path.suffix for path in (tmp_path / "work").iterdir()] == [".log"]
 
 
 def entry(policy: str, rate: float | None, seed: int, tuned: bool, top1: float) -> dict[str, Any]:

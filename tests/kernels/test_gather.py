@@ -164,7 +164,6 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_never_synchronises() -> None:
     case = make_gather_case([40, 12], 24, torch.float16, "one heir", spare=2, device="cuda")
     for mode in ("default", "error"):  # the first round compiles, and loading a kernel may synchronise

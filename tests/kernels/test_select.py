@@ -294,7 +294,6 @@ def test_rank_on_a_gpu(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_never_synchronises() -> None:
     score = torch.randn(3 * 40, 3, device="cuda")
     case = make_rank_case([5, 0, 60], "random", dead_rows=4, device="cuda")

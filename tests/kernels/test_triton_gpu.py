@@ -5,7 +5,6 @@ meets each list of lengths in fp16, each option meets each dtype, and the option
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
@@ -24,10 +23,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @contextlib.contextmanager
 def synchronising_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        with warnings.catch_warnings():  # it warns that it does not find everything
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
