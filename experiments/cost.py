@@ -1,7 +1,6 @@
 """Cost of a pruned model before it is evaluated: by the counts alone where the host knows them, else on photos."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from prunevit.macs import model_macs, policy_macs
 from prunevit.packing import pack
 from prunevit.policies import NoPruning
 from prunevit.policy import ModelInfo, PruningPolicy
+from prunevit.trace import Stage, Trace
 
 
 @dataclass(frozen=True)
@@ -70,25 +70,26 @@ def known_cost(model: Any, policy: PruningPolicy) -> Cost | None:
 
 
 @torch.inference_mode()
-def measured_cost(pruned: RaggedViT, batches: Iterable[tuple[Tensor, Tensor]]) -> Cost:
+def measured_cost(pruned: RaggedViT, photos: Calibration) -> Cost:
     """Mean cost over photos.
 
     Args:
         pruned: The pruned model.
-        batches: `images [B, 3, H, W]` and their positions in the data set, int64 `[B]`, on its device.
+        photos: On its device.
 
     Cost:
-        A forward pass of all photos, and one read-back a batch.
+        A forward pass of all photos, the first time from the images, then from where rows first leave; and one
+        read-back a batch.
     """
     images, rows, spent = 0, torch.zeros(2, pruned.info.depth, dtype=torch.float64), torch.zeros(2)
-    spent = spent.double()
-    for batch, positions in batches:
-        trace = pruned.trace(batch, positions)
+    spent, start = spent.double(), _untouched(pruned)
+    for entering in photos.entering(pruned, start):
+        trace = _trace(pruned, entering, start)
         own = policy_macs(pruned, trace)
         walk = model_macs(pruned.model, trace.attention_rows, trace.mlp_rows)
         rows += torch.stack([trace.attention_rows, trace.mlp_rows]).double().sum(2).cpu()
         spent += torch.stack([(walk + own).sum(), own.sum()]).cpu()
-        images += len(batch)
+        images += entering.batch_size
     attention, mlp = (rows / images).tolist()
     gmacs, own_gmacs = (spent / images / 1e9).tolist()
     return Cost(tuple(attention), tuple(mlp), gmacs, own_gmacs, images)
@@ -117,9 +118,31 @@ def cost_of(
         pruned = prune_model(model.to(calibration.device), build_policy(spec, seed))
         load_policies(pruned, weights)
         try:
-            return _checked(measured_cost(pruned, calibration.batches))
+            return _checked(measured_cost(pruned, calibration))
         finally:
             model.to(home)
+
+
+def _untouched(pruned: RaggedViT) -> int:
+    """The last half-block up to which no policy acts, and from which on each finds the attention that it reads."""
+    policies: list[PruningPolicy] = list(pruned.policies)  # type: ignore[arg-type]
+    starts = [2 * (min(p.layers) - (p.site == "before_block")) for p in policies if p.layers]
+    return max(0, min(starts, default=0))
+
+
+def _trace(pruned: RaggedViT, tokens: RaggedTokens, start: int) -> Trace:
+    """What a walk from some half-block on does, told as if it had come from the images."""
+    rows, stages = [tokens.seqlens] * start, list[Stage]()
+
+    def record(event: Stage | RaggedTokens) -> None:
+        if isinstance(event, Stage):
+            stages.append(event)
+        else:
+            rows.append(event.seqlens)
+
+    end = pruned.walk(tokens, record, first=start)
+    attention, mlp = torch.stack(rows[0::2]), torch.stack(rows[1::2])
+    return Trace(tuple(stages), attention, mlp, end, pruned.forward_head(end))
 
 
 def _checked(cost: Cost) -> Cost:

@@ -1,14 +1,20 @@
 """The knob at which a policy costs what was asked for: `policy.gmacs`."""
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, get_args, get_type_hints
+
+from rich.console import Console
 
 from prunevit import prune
 from prunevit.experiments.calibration import Calibration
 from prunevit.experiments.config import InputError
-from prunevit.experiments.cost import Cost, cost_of
+from prunevit.experiments.cost import cost_of, known_cost
 from prunevit.experiments.policy_spec import Spec, build_policy, policy_errors
+from prunevit.experiments.ranks import is_first_process
 from prunevit.experiments.weights import Weights
 from prunevit.policies import ATS, LTMP, NoPruning, PatchDropout, ThresholdL2
 from prunevit.policy import PruningPolicy
@@ -24,6 +30,8 @@ def solve(
 ) -> Spec:
     """Set the knob of a policy so that it costs `spec["gmacs"]` on a model; without that, change nothing.
 
+    Where the cost depends on the data, a few photos lead to a value, and all of them have the last word.
+
     Args:
         spec: `name` of the policy, its arguments, and `gmacs`: GMACs an image, the policy's own included.
         model: As in `cost_of`, and so are the others.
@@ -38,7 +46,7 @@ def solve(
         InputError: If there is no such value of the knob; says what can be reached.
 
     Cost:
-        Some 20 to 30 costs by counts, or about ten passes over the photos.
+        Some 20 to 30 costs by counts, or about eight passes over 64 photos and two over all of them.
     """
     target = spec.get("gmacs")
     if target is None:
@@ -46,105 +54,161 @@ def solve(
     rest = {name: value for name, value in spec.items() if name != "gmacs"}
     with policy_errors(spec["name"]):
         policy = build_policy(rest, seed)
-        info = prune(model, NoPruning()).info
-        policy.setup(info)
-    search = _Search(
-        target, lambda value: cost_of({**rest, policy.knob: value}, model, calibration, seed, weights)
-    )
-    patches = info.grid[0] * info.grid[1]
-    if isinstance(policy, ATS) and policy.variant == "official":
-        value = search.whole(range(2, patches + 2))  # rows; up to 1 it would be a fraction of those present
-    elif _is_whole(policy):
-        value = search.whole(_whole_values(policy, max(patches // 2, 1)))
+        known = known_cost(model, policy) is not None
+    knob = policy.knob
+
+    def cost(value: Any, photos: Calibration) -> float:
+        return cost_of({**rest, knob: value}, model, photos, seed, weights).gmacs
+
+    info = prune(model, NoPruning()).info
+    values = _values(policy, info.grid[0] * info.grid[1])
+    search = _Search(target, lambda value: cost(value, calibration.few), values, on_photos=not known)
+    span = (0, len(values) - 1) if values is not None else _span(policy)
+    if known:
+        value, gmacs = search.between(*span)
     else:
-        value = search.real(*_span(policy))
-    search.check(spec["name"], policy.knob)
-    return {**rest, policy.knob: value}
+        with _said(
+            f"{spec['name']}: {knob} for {target:g} GMACs on up to {calibration.images} training photos"
+        ):
+            value, gmacs = _confirmed(
+                search, span, lambda value: cost(value, calibration), calibration.few is not calibration
+            )
+    search.check(spec["name"], knob, gmacs)
+    return {**rest, knob: value}
+
+
+def _confirmed(
+    search: "_Search", span: tuple[float, float], cost: Callable[[Any], float], few: bool
+) -> tuple[Any, float]:
+    """The value found on a few photos, corrected by what all of them cost; and that cost.
+
+    Args:
+        search: Looks at few photos.
+        span: Where.
+        cost: On all photos.
+        few: Whether these are more.
+    """
+    target = search.target
+    value, gmacs = search.between(*span)
+    if not few:
+        return value, gmacs
+    found: list[tuple[Any, float]] = []
+    for _ in range(3):
+        found.append((value, cost(value)))
+        if abs(found[-1][1] - target) <= CLOSE_ENOUGH[True] * target:
+            break
+        # The few cost that much more or less than all.
+        value, _ = search.nearest(search.cost_seen(value) * target / found[-1][1])
+        if value in [each for each, _ in found]:
+            break
+    search.target = target
+    return min(found, key=lambda each: abs(each[1] - target))
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Say on stderr what takes its time, and how long it took; a terminal shows that it goes on."""
+    if not is_first_process():
+        yield
+        return
+    console, started = Console(stderr=True, soft_wrap=True, highlight=False), time.monotonic()
+    console.print(what, markup=False)
+    with console.status("..."):
+        yield
+    console.print(f"found in {time.monotonic() - started:.0f} s")
 
 
 class _Search:
-    """Looks for the value of a knob whose cost comes nearest to a target; the cost rises or falls with the knob."""
+    """Looks for the value of a knob whose cost comes nearest to a target; the cost rises or falls with the knob.
 
-    def __init__(self, target: float, cost: Callable[[Any], Cost]) -> None:
-        self.target, self.cost = target, cost
-        self.seen: list[tuple[float, Any]] = []  # cost, value
-        self.on_photos = False
+    A place is a value itself or, of a knob that takes some values only, the number of one in their order.
+    """
 
-    def real(self, low: float, high: float) -> float:
-        """Between two values; an infinite upper one is approached by doubling."""
+    def __init__(
+        self, target: float, cost: Callable[[Any], float], values: Sequence[Any] | None, on_photos: bool
+    ) -> None:
+        self.target, self.cost, self.values, self.on_photos = target, cost, values, on_photos
+        self.seen: dict[float, float] = {}  # cost by place
+
+    def between(self, low: float, high: float) -> tuple[Any, float]:
+        """The best value between two places, and its cost; an infinite upper one is approached by doubling."""
         start = 1.0 if math.isinf(high) else high
         # The lower bound itself is excluded, as in `knob_range`.
-        a, b = low + 1e-6 * (start - low), start
-        at_a, at_b = self._at(a), self._at(b)
-        while math.isinf(high) and not self._between(at_a, at_b) and b < LARGEST:
-            b *= 2
-            at_b = self._at(b)
-        if self._between(at_a, at_b):
-            self._narrow(a, b, at_a, at_b)
-        return self._best()
+        self._look(low if self.values is not None else low + 1e-6 * (start - low))
+        self._look(start)
+        while math.isinf(high) and self._bracket() is None and start < LARGEST:
+            self._look(start := 2 * start)
+        return self.nearest(self.target)
 
-    def whole(self, values: Sequence[Any]) -> Any:
-        """Among values whose costs are in order."""
-        first, last = 0, len(values) - 1
-        falls = self._at(values[first]) > self._at(values[last])
-        while last - first > 1:
-            middle = (first + last) // 2
-            if (self._at(values[middle]) > self.target) == falls:
-                first = middle
+    def nearest(self, target: float) -> tuple[Any, float]:
+        """The best value for another target, and its cost, going on from what was seen.
+
+        Halves where costs are steps; on photos, where a cost is dear, cuts where the chord meets the target.
+        """
+        self.target = target
+        for turn in range(40):
+            bracket = self._bracket()
+            best = min(self.seen, key=lambda place: self._distance(self.seen[place]))
+            if bracket is None or self._distance(self.seen[best]) <= CLOSE_ENOUGH[self.on_photos] * target:
+                break
+            a, b = bracket
+            if b - a <= (1 if self.values is not None else 1e-7 * (max(self.seen) - min(self.seen))):
+                break
+            share = 0.5
+            if self.on_photos and turn % 3 < 2:
+                # Off the edges, so that a curved cost cannot hold one end still.
+                at_a, at_b = self.seen[a], self.seen[b]
+                share = min(max((target - at_a) / (at_b - at_a), 0.02), 0.98)
+            middle = a + share * (b - a)
+            if self.values is not None:
+                self._look(min(max(round(middle), a + 1), b - 1))
             else:
-                last = middle
-        return self._best()
+                self._look(float(f"{middle:.6g}"))
+        return self._value(best), self.seen[best]
 
-    def check(self, name: str, knob: str) -> None:
-        """Raise unless the best value comes near enough."""
-        nearest = min((cost for cost, _ in self.seen), key=self._distance)
+    def cost_seen(self, value: Any) -> float:
+        """What a value cost that was looked at."""
+        return next(cost for place, cost in self.seen.items() if self._value(place) == value)
+
+    def check(self, name: str, knob: str, gmacs: float) -> None:
+        """Raise unless the best cost comes near enough."""
         allowed = NEAR_ON_PHOTOS if self.on_photos else NEAR
-        if self._distance(nearest) <= allowed * self.target:
+        if self._distance(gmacs) <= allowed * self.target:
             return
-        costs = [cost for cost, _ in self.seen]
-        if self._between(min(costs), max(costs)):
+        if self._bracket() is not None:
             raise InputError(
                 f"policy.gmacs: no {knob} of {name} costs within {allowed:.0%} of {self.target:g} GMACs here; "
-                f"the nearest costs {nearest:.4g}"
+                f"the nearest costs {gmacs:.4g}"
             )
+        costs = self.seen.values()
         raise InputError(
             f"policy.gmacs: {knob} of {name} reaches {min(costs):.4g} to {max(costs):.4g} GMACs here, "
             f"got {self.target:g}"
         )
 
-    def _at(self, value: Any) -> float:
-        cost = self.cost(value)
-        self.on_photos = self.on_photos or cost.images > 0
-        self.seen.append((cost.gmacs, value))
-        return cost.gmacs
+    def _value(self, place: float) -> Any:
+        return place if self.values is None else self.values[int(place)]
 
-    def _narrow(self, a: float, b: float, at_a: float, at_b: float) -> None:
-        """Halve where costs are steps; on photos, where a cost is dear, cut where the chord meets the target."""
-        end = 1e-7 * (b - a)
-        for turn in range(40):
-            if min(map(self._distance, (at_a, at_b))) <= CLOSE_ENOUGH[self.on_photos] * self.target:
-                return
-            if b - a <= end:
-                return
-            share = 0.5
-            if self.on_photos and turn % 3 < 2:
-                # Off the edges, so that a curved cost cannot hold one end still.
-                share = min(max((self.target - at_a) / (at_b - at_a), 0.02), 0.98)
-            middle = float(f"{a + share * (b - a):.6g}")
-            at = self._at(middle)
-            if self._between(at_a, at):
-                b, at_b = middle, at
-            else:
-                a, at_a = middle, at
+    def _look(self, place: float) -> None:
+        if place not in self.seen:
+            self.seen[place] = self.cost(self._value(place))
 
-    def _best(self) -> Any:
-        return min(self.seen, key=lambda each: self._distance(each[0]))[1]
-
-    def _between(self, one: float, other: float) -> bool:
-        return min(one, other) <= self.target <= max(one, other)
+    def _bracket(self) -> tuple[float, float] | None:
+        """The two neighbouring places whose costs hold the target between them."""
+        for a, b in pairwise(sorted(self.seen)):
+            if min(self.seen[a], self.seen[b]) <= self.target <= max(self.seen[a], self.seen[b]):
+                return a, b
+        return None
 
     def _distance(self, gmacs: float) -> float:
         return abs(gmacs - self.target)
+
+
+def _values(policy: PruningPolicy, patches: int) -> Sequence[Any] | None:
+    """The values that a knob takes, their costs in order; None: any number."""
+    if isinstance(policy, ATS) and policy.variant == "official":
+        return range(2, patches + 2)  # rows; up to 1 it would be a fraction of those present
+    return _whole_values(policy, max(patches // 2, 1)) if _is_whole(policy) else None
 
 
 def _is_whole(policy: PruningPolicy) -> bool:

@@ -95,7 +95,7 @@ def policy_errors(name: str) -> Iterator[None]:
         raise InputError(*(_named(name, line) + place for line in error.problems)) from error
     except (ValueError, TypeError) as error:
         raise InputError(_named(name, first_line(error)) + _place(error, _modules(name))) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if ":" not in name:
             raise
         line = f"policy {name}: {type(error).__name__}: {first_line(error)}"

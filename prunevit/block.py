@@ -1,4 +1,8 @@
-"""The two halves of a timm block on packed rows: attention, and MLP. A policy may act between them."""
+"""The two halves of a timm block on packed rows: attention, and MLP. A policy may act between them.
+
+They call the parts of a block, never the block or its attention: hooks on the parts run. `prune` refuses a model with
+hooks on the two; it does not see those that are hung there later, and they never run.
+"""
 
 from __future__ import annotations
 

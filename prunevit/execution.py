@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prunevit.graphs import Course, GraphCache, SegmentedWalk, survey
+from prunevit.foresight import ForeseenWalk, survey
+from prunevit.graphs import GraphCache
 from prunevit.vit import RaggedViT
-
-MAX_WALKS = 16
-"""Input shapes for which the buffers of a cut walk are kept."""
 
 MODES = ("eager", "compile", "graph", "compile+graph", "best")
 
@@ -75,7 +73,7 @@ class Accelerated(nn.Module):
             ValueError: In training mode.
 
         Cost:
-            In a graph a copy of the images and of the logits; where counts depend on the data, one read-back a stage.
+            In a graph a copy of the images and of the logits; where counts depend on the data, one read-back.
         """
         if self.training:
             raise ValueError("accelerate: the model must be in evaluation mode, got training; call .eval()")
@@ -94,33 +92,25 @@ class Accelerated(nn.Module):
         if mode in ("eager", "compile"):
             return self._forward(mode)(*inputs)
         key = (mode, *signature(inputs))
-        if key not in self._courses:
-            return self._first(key, inputs)
-        course = self._courses[key]
-        if not course.cuts:
-            forward = self._forward(mode)
-            return self._graphs(key, lambda *each: (forward(*each),), inputs)[0].clone()
-        return self._cut_walk(mode, key, course)(*inputs).clone()
+        if key not in self._walks:
+            return self._first(mode, key, inputs)
+        walk = self._walks[key]
+        if walk is not None:
+            return walk(*inputs)
+        forward = self._forward(mode)
+        return self._graphs(key, lambda *each: (forward(*each),), inputs)[0].clone()
 
-    def _cut_walk(self, mode: str, key: Hashable, course: Course) -> SegmentedWalk:
-        """The walk for these inputs; beyond `MAX_WALKS` the one unused for longest goes, with its buffers."""
-        walk = self._walks.pop(key, None)
-        if walk is None:
-            # A number that no other walk had: graphs that outlive their walk are never found again.
-            model, number = cast(RaggedViT, self.model), next(self._numbers)
-            walk = SegmentedWalk(model, self._graphs, self._walk(mode), number, course)
-        self._walks[key] = walk
-        if len(self._walks) > MAX_WALKS:
-            del self._walks[next(iter(self._walks))]
-        return walk
-
-    def _first(self, key: Hashable, inputs: tuple[Tensor, ...]) -> Tensor:
+    def _first(self, mode: str, key: Hashable, inputs: tuple[Tensor, ...]) -> Tensor:
         """The first call of its kind: without a graph, looking at what a graph must allow for."""
+        walk = None
         if isinstance(self.model, RaggedViT):
-            logits, self._courses[key] = survey(self.model, *inputs)
-            return logits
-        self._courses[key] = Course((), 0, 0)
-        return self.model(*inputs)
+            logits, course = survey(self.model, *inputs)
+            if course.needs:
+                walk = ForeseenWalk(self.model, self._graphs, partial(self._code, mode), key, course)
+        else:
+            logits = self.model(*inputs)
+        self._walks[key] = walk
+        return logits
 
     def _fastest(self, inputs: tuple[Tensor, ...]) -> str:
         if not inputs[0].is_cuda:
@@ -142,22 +132,15 @@ class Accelerated(nn.Module):
         return sorted(seconds[3:])[calls // 2]
 
     def _forward(self, mode: str) -> Callable[..., Tensor]:
-        return self._compiled("forward") if mode.startswith("compile") else self.model
+        return self._code(mode, self.model.forward) if mode.startswith("compile") else self.model
 
-    def _walk(self, mode: str) -> Callable[..., Any]:
-        return self._compiled("walk") if mode.startswith("compile") else self.model.walk  # type: ignore[return-value]
-
-    def _compiled(self, method: str) -> Callable[..., Any]:
-        if method not in self._code:
-            code = torch.compile(getattr(self.model, method))
-
-            def run(*inputs: Any, **settings: Any) -> Any:
-                # The compiler counts variants by function, not by model, and gives up in silence past a limit.
-                with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
-                    return code(*inputs, **settings)
-
-            self._code[method] = run
-        return self._code[method]
+    def _code(self, mode: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled where the mode says so."""
+        if not mode.startswith("compile"):
+            return function
+        if function not in self._compiled:
+            self._compiled[function] = compiled(function)
+        return self._compiled[function]
 
     def _places(self) -> tuple[int, int]:
         """Where the first and the last parameter lie: enough to see that a model has moved, and quickly asked."""
@@ -166,10 +149,8 @@ class Accelerated(nn.Module):
 
     def _drop(self) -> None:
         self._graphs = GraphCache(self.max_graphs)
-        self._courses: dict[Hashable, Course] = {}
-        self._walks: dict[Hashable, SegmentedWalk] = {}  # the one used last stands last
-        self._numbers = itertools.count()
-        self._code: dict[str, Callable[..., Any]] = {}
+        self._walks: dict[Hashable, ForeseenWalk | None] = {}  # None: the host knows all counts
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.chosen: dict[Hashable, dict[str, float]] = {}
         owned = [(owner, name) for owner in self.model.modules() for name in owner._parameters]
         present = [(owner, name) for owner, name in owned if owner._parameters[name] is not None]
@@ -178,13 +159,36 @@ class Accelerated(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: graphs, compiled code, timings."""
-        own = ("_graphs", "_courses", "_walks", "_numbers", "_code", "chosen", "_ends", "_seen_places")
+        own = ("_graphs", "_walks", "_compiled", "chosen", "_ends", "_seen_places")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without graphs."""
         super().__setstate__(state)
         self._drop()
+
+
+def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Compile a function of a model.
+
+    Args:
+        function: `RaggedViT.forward`, or a part of it in `foresight`.
+        **settings: Of `torch.compile`.
+    """
+    code = torch.compile(function, **settings)
+
+    def run(*inputs: Any) -> Any:
+        # The compiler counts variants by function, not by model, and gives up in silence past a limit. Left to find
+        # out by itself which rooms vary, it would compile anew for each number that is seen to vary for the first time.
+        with (
+            torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096),
+            torch.compiler.config.patch(  # type: ignore[attr-defined]
+                dynamic_sources=r"L\['rooms'\],L\['tokens'\]\.max_seqlen"
+            ),
+        ):
+            return code(*inputs)
+
+    return run
 
 
 def signature(inputs: tuple[Tensor, ...]) -> tuple[Hashable, ...]:

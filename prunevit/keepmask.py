@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from prunevit.checks import require
 from prunevit.kernels.select import Rule, Selection, select
 from prunevit.kernels.select import rank as rank_rows
 from prunevit.kernels.select_reference import mean_over_heads
@@ -258,19 +259,24 @@ def sample(
     Args:
         tokens: The batch.
         score: Non-negative, `[T]`, or `[T, H]` to go by the mean over heads.
-        points: Number of points, at least 1: a bound on the patches kept. Or one for each image, int `[B]`, none
-            above the patches of the grid.
+        points: Number of points, at least 1: a bound on the patches kept. Or one for each image, int `[B]`, from 1
+            to the patches of the grid.
         within: Select among the patches that this mask keeps, and hand on its folds.
 
     Raises:
-        ValueError: If `points` is no such number.
+        ValueError: If `points` is no such number (on a GPU the device stops with an assertion where those of an
+            image are not).
 
     Cost:
         One `rank`, and a search in each image for each point.
     """
     check_score(tokens, score)
     if isinstance(points, Tensor):
-        points = _counts(tokens, points)
+        points, patches = _counts(tokens, points), tokens.grid[0] * tokens.grid[1]
+        require(
+            ((points >= 1) & (points <= patches)).all(),
+            f"sample: points must be from 1 to the {patches} patches of the grid in every image; clamp them",
+        )
     else:
         _check_host_count("sample: points", points)
         if points < 1:

@@ -1,12 +1,14 @@
 """`pack`: the one place where tokens move. It carries out a `KeepMask` on a ragged batch.
 
-It has two halves, so that a graph segment can end with the first and the next one start with the second: `plan`
-finds each row's destination on the device, `gather` moves the rows once the host knows how many there are.
+It has two halves: `plan` finds each row's destination on the device, `gather` moves the rows once the host knows how
+many there are, or has foreseen a `Room` for them (`pack_into`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,22 @@ _DTYPES = {
     "order": ("floating or of signed integers", _FLOATS | _INTEGERS),
 }
 """What the fields of a mask may hold, in words and as dtypes."""
+
+
+class Room(NamedTuple):
+    """Rows of a batch, and of one image, prefix included: what packing needs, or what there is room for.
+
+    Attributes:
+        rows: Rows of the batch.
+        longest: Rows of its longest image.
+    """
+
+    rows: int
+    longest: int
+
+    def holds(self, need: Room) -> bool:
+        """Whether a need fits."""
+        return need.rows <= self.rows and need.longest <= self.longest
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +96,84 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
     elif tokens.batch_size == 0:
         total, longest, uniform = 0, tokens.max_seqlen, True
     else:
-        extent = layout.extent
-        if extent is None:
-            lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
-            extent = torch.stack([layout.cu_seqlens[-1], lengths.max(), lengths.min()])
-        total, longest, shortest = extent.tolist()
+        total, longest, shortest = _extent(layout).tolist()
         uniform = longest == shortest
     if capacity is not None and capacity < total:
         raise ValueError(f"pack: capacity must be at least the {total} rows kept, got {capacity}")
     _check_counts(tokens, mask, layout, capacity)
     return gather(tokens, mask, layout, total if capacity is None else capacity, longest, uniform)
+
+
+def pack_into(tokens: RaggedTokens, mask: KeepMask, room: Room) -> tuple[RaggedTokens, Tensor]:
+    """Pack rows in a number that the host does not know into a room that it has foreseen; it never waits.
+
+    What does not fit is not lost in silence: the need says so, and every image then has its prefix and its first kept
+    patch alone, a valid batch for all that comes after, but not the one that was asked for.
+
+    Args:
+        tokens: The batch.
+        mask: A decision about its rows, without `rows_per_image` and `soft`.
+        room: Room for at least the prefix and a patch of each image; what the rows leave of it is dead.
+
+    Returns:
+        The rows, and what they need, int32 `[2]`, in the order of `Room`: they fit if neither exceeds the room.
+
+    Raises:
+        ValueError: As `pack`, or if the room is too small for any batch.
+
+    Cost:
+        One copy of the rows that stay; some small launches where the room is less than what `tokens` takes up. No
+        synchronisation.
+    """
+    _check_shapes(tokens, mask)
+    least = tokens.num_prefix_tokens + 1
+    if room.rows < tokens.batch_size * least or room.longest < least:
+        raise ValueError(
+            f"pack_into: room must be for at least {least} rows of each of {tokens.batch_size} images, got {room}"
+        )
+    layout = plan(tokens, mask)
+    _check_counts(tokens, mask, layout, None)
+    need = _extent(layout)[:2]
+    # Compiled code must not depend on which rooms are whole: each such question is one more variant to compile.
+    if torch.compiler.is_compiling() or not room.holds(Room(tokens.x.shape[0], tokens.max_seqlen)):
+        layout = _least_unless_it_fits(layout, need, room, least)
+    return gather(tokens, mask, layout, room.rows, room.longest, False), need
+
+
+@dataclass
+class Foreseen:
+    """Room for each stage of a walk whose counts the host does not know, in turn, and what they turn out to need.
+
+    Attributes:
+        rooms: The rooms.
+        needs: The need of each stage that has packed, as `pack_into` gives it.
+    """
+
+    rooms: Sequence[Room]
+    needs: list[Tensor] = field(default_factory=list)
+
+    def pack(self, tokens: RaggedTokens, mask: KeepMask) -> RaggedTokens:
+        """Pack into the next room; arguments as `pack_into`."""
+        tokens, need = pack_into(tokens, mask, self.rooms[len(self.needs)])
+        self.needs.append(need)
+        return tokens
+
+
+def _least_unless_it_fits(layout: Plan, need: Tensor, room: Room, least: int) -> Plan:
+    """The plan itself, or, where it exceeds the room, one that keeps the first `least` rows of each image."""
+    exceeds = (need[0] > room.rows) | (need[1] > room.longest)
+    bounds = layout.cu_seqlens
+    fewest = torch.arange(0, len(bounds) * least, least, device=bounds.device, dtype=bounds.dtype)
+    leaves = exceeds & (layout.destination >= least)
+    return Plan(torch.where(leaves, -1, layout.destination), torch.where(exceeds, fewest, bounds))
+
+
+def _extent(layout: Plan) -> Tensor:
+    """All rows that stay, those of the longest image, those of the shortest, int32 `[3]`; of at least one image."""
+    if layout.extent is not None:
+        return layout.extent
+    shortest, longest = torch.aminmax(layout.cu_seqlens[1:] - layout.cu_seqlens[:-1])
+    return torch.stack([layout.cu_seqlens[-1], longest, shortest])
 
 
 def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:

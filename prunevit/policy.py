@@ -128,9 +128,13 @@ class PruningPolicy(nn.Module):
             raise ValueError(self._beyond(str(beyond[0]), info.depth))
         self._check_layers()
         if "prefix_attention" in self.needs and not info.has_class_token:
+            from prunevit.settings import settings_of  # it imports this class
+
+            choice = 'choose score_source="received"'
+            if "score_source" not in settings_of(type(self)):
+                choice = 'let it read "received_attention", which every model has'
             raise ValueError(
-                f"{type(self).__name__}: the attention of a CLS token is needed, the model has none; "
-                'choose score_source="received"'
+                f"{type(self).__name__}: the attention of a CLS token is needed, the model has none; {choice}"
             )
 
     def rate(self, layer: int) -> float:

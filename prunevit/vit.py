@@ -18,7 +18,7 @@ from prunevit.block import attend, feed_forward
 from prunevit.embedding import embed_patches
 from prunevit.keepmask import KeepMask
 from prunevit.kernels.ragged_attention import BACKENDS
-from prunevit.packing import pack
+from prunevit.packing import Foreseen, pack
 from prunevit.policy import NEEDS, ModelInfo, PruningPolicy, check_made
 from prunevit.pooling import pool
 from prunevit.tokens import AttentionState, RaggedTokens
@@ -32,7 +32,8 @@ def prune(
 
     Args:
         model: A timm `VisionTransformer` or `VisionTransformerDistilled`. It is not copied: the pruned model shares
-            its weights, so training one trains the other, and so do `.to()`, `.half()` and `.train()`.
+            its weights, so training one trains the other, and so do `.to()`, `.half()` and `.train()`. A hook that is
+            hung on a block or its attention afterwards never runs; one on their parts (norm1, attn.qkv, mlp, ...) does.
         policies: One policy, or several that act at different places.
         backend: Attention backend: "auto", "reference", "padded" or "triton".
 
@@ -203,7 +204,7 @@ class RaggedViT(nn.Module):
         *,
         first: int = 0,
         last: int | None = None,
-        capacity: int | None = None,
+        capacity: int | Foreseen | None = None,
     ) -> RaggedTokens:
         """Run half-blocks, straight down: half `2 * l` is the attention of block `l`, half `2 * l + 1` its MLP.
 
@@ -215,8 +216,8 @@ class RaggedViT(nn.Module):
             record: Sees each stage, and the rows that enter each half.
             first: Half to begin with.
             last: Half to stop ahead of; default: run all, and the final norm.
-            capacity: Rows to make room for where a policy keeps a number of rows that the host does not know; without
-                it the host reads the number back.
+            capacity: Rows to make room for where a policy keeps a number of rows that the host does not know; or rooms
+                `Foreseen` for such stages, which may prove too small. Without it the host reads the number back.
         """
         halves = 2 * self.info.depth
         attention: AttentionState | None = None
@@ -253,7 +254,7 @@ class RaggedViT(nn.Module):
         tokens: RaggedTokens,
         attention: AttentionState | None,
         record: Record | None,
-        capacity: int | None,
+        capacity: int | Foreseen | None,
     ) -> tuple[RaggedTokens, AttentionState | None]:
         """Let the policies of one place decide and move; the attention is gone once rows have moved."""
         for number, policy in self.stages_ahead(half):
@@ -262,19 +263,16 @@ class RaggedViT(nn.Module):
                 name = type(policy).__name__
                 raise TypeError(f"{name}: forward must return a KeepMask, got {type(mask).__name__}")
             before = tokens
-            tokens = pack(tokens, mask, capacity if mask.rows_per_image is None else None)
+            if mask.rows_per_image is not None or mask.soft is not None:
+                tokens = pack(tokens, mask)
+            elif isinstance(capacity, Foreseen):
+                tokens = capacity.pack(tokens, mask)
+            else:
+                tokens = pack(tokens, mask, capacity)
             attention = None
             if record is not None:
-                record(
-                    Stage(
-                        half // 2,
-                        policy.site,
-                        number,
-                        before.layout(),
-                        replace(mask, selection=None),
-                        tokens.seqlens,
-                    )
-                )
+                bare = replace(mask, selection=None)
+                record(Stage(half // 2, policy.site, number, before.layout(), bare, tokens.seqlens))
         return tokens, attention
 
     def _run(self, half: Callable[..., Any], block: nn.Module, tokens: RaggedTokens, **settings: Any) -> Any:

@@ -1,11 +1,14 @@
 """Other ways to compute ragged attention on a GPU: one function each, from the packed `qkv` to the mixed rows.
 
+Those of `TRAINED` go on to the gradients of q, k and v.
+
 Those that need a package which is not installed are left out of `available`.
 """
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,12 +35,12 @@ class Shape:
     head_dim: int
     dtype: torch.dtype
 
-    @property
+    @cached_property  # host times count what a call computes
     def longest(self) -> int:
         """Rows of the longest image."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """Whether all images have as many rows."""
         return len(set(self.lengths)) == 1
@@ -52,6 +55,7 @@ class Inputs:
     cu_seqlens: Tensor
     padded: Tensor  # [3, B, H, N, D]
     mask: Tensor  # [B, 1, 1, N]
+    d_out: Tensor  # [T, H, D], the gradient of the mixed rows
 
     @classmethod
     def make(cls, shape: Shape, device: torch.device, seed: int = 0) -> "Inputs":
@@ -70,10 +74,12 @@ class Inputs:
         valid = torch.arange(shape.longest, device=device) < lengths[:, None]
         padded = qkv.new_zeros(len(shape.lengths), shape.longest, *rows[1:])
         padded[valid] = qkv
-        return cls(shape, qkv, cu, padded.permute(2, 0, 3, 1, 4).contiguous(), valid[:, None, None])
+        d_out = torch.randn(rows[0], *rows[2:], device=device, generator=generator).to(shape.dtype)
+        return cls(shape, qkv, cu, padded.permute(2, 0, 3, 1, 4).contiguous(), valid[:, None, None], d_out)
 
 
 Attention = Callable[[Inputs], Tensor]
+Trained = Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]
 
 
 def triton(inputs: Inputs) -> Tensor:
@@ -101,6 +107,30 @@ def _ours(inputs: Inputs, backend: str, **settings: Any) -> Tensor:
         backend=backend,
         **settings,
     ).out
+
+
+@torch.enable_grad()
+def our_gradients(inputs: Inputs, backend: str = "triton") -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward of this project, through the packed rows, as autograd runs them.
+
+    Args:
+        inputs: The batch.
+        backend: As in `ragged_attention`.
+    """
+    qkv = inputs.qkv.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(_ours(replace(inputs, qkv=qkv), backend), qkv, inputs.d_out)
+    dq, dk, dv = gradient.unbind(1)
+    return dq, dk, dv
+
+
+def fa2_gradients(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward of FlashAttention 2 inside torch, by its `aten` operations; nothing is packed again."""
+    q, k, v = inputs.qkv.unbind(1)
+    cu, longest = inputs.cu_seqlens, inputs.shape.longest
+    bounds = (cu, cu, longest, longest, 0.0, False)
+    out, log_sum, seed, offset, _ = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, False)
+    backward = torch.ops.aten._flash_attention_backward
+    return backward(inputs.d_out, q, k, v, out, log_sum, *bounds, seed, offset)  # type: ignore[no-any-return]
 
 
 def fa2(inputs: Inputs) -> Tensor:
@@ -197,6 +227,9 @@ PADDED: dict[str, Attention] = {
     "dense SDPA efficient": dense_sdpa(SDPBackend.EFFICIENT_ATTENTION),
 }
 """Results `[B, H, N, D]`; those named dense for uniform images only."""
+
+TRAINED: dict[str, Trained] = {"triton": our_gradients, "FA2 aten": fa2_gradients}
+"""Results: the gradients of q, k and v, each `[T, H, D]`."""
 
 NEEDS = {"FA3": "flash_attn_interface", "flash-attn": "flash_attn", "xFormers": "xformers"}
 

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
-from prunevit.experiments.benchmark.attention_rivals import Attention, Inputs, Shape, available, packed_rows
+from prunevit.experiments.benchmark.attention_rivals import (
+    TRAINED,
+    Attention,
+    Inputs,
+    Shape,
+    Trained,
+    available,
+    packed_rows,
+)
 from prunevit.experiments.benchmark.config import BenchConfig
 from prunevit.experiments.benchmark.measurements import (
     WRONG,
@@ -27,6 +35,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 EAGER = ("NestedTensor SDPA", "xFormers")  # read lengths on the host: no graph takes them
 CALLS = 20  # in one graph: the time of its launch is shared among them
 GPU, HOST = "us on the GPU", "us on the host"
+BOTH_WAYS = "us on the GPU, forward and backward"
+REFUSALS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 SDPA = ("dense SDPA flash", "dense SDPA cuDNN")
 MUST_REACH = (
     *((images, 197, kept) for images in (1, 64, 256) for kept in (1.0, 0.5, 0.2)),
@@ -36,6 +46,7 @@ AGAINST_FA2 = {1.0: 1.3, 0.5: 1.7, 0.2: 3.8}
 ROTATED = (256, 197, 0.2)
 ROTATED_BYTES = 150e6
 Where = tuple[int, int, float]
+BOTH_WAYS_AGAINST_FA2: dict[Where, float] = {(256, 197, 1.0): 1.0, (256, 197, 0.5): 1.3, (256, 197, 0.2): 2.5}
 
 
 def place_of(where: Where, dtype: str) -> str:
@@ -98,6 +109,8 @@ def run(config: BenchConfig, device: torch.device) -> Iterator[Measurement]:
             }
             yield from _on_the_gpu(place, inputs, notes, config.seconds)
             yield from _on_the_host(place, inputs, notes)
+            if where in BOTH_WAYS_AGAINST_FA2:
+                yield from _both_ways(place, inputs, config.seconds)
             if where == ROTATED:
                 yield from _against_the_floor(place, inputs, config.seconds)
 
@@ -112,14 +125,35 @@ def check(name: str, call: Attention, inputs: Inputs) -> str:
     """
     try:
         out = packed_rows(name, inputs, call(inputs))
-    except (RuntimeError, ValueError, NotImplementedError, ImportError) as problem:
+    except REFUSALS as problem:
         return f"cannot run: {first_line(problem)}"
     rows, part = _some_images(inputs)
-    exact, eager = (_reference(part, dtype) for dtype in (torch.float64, inputs.qkv.dtype))
-    step = torch.finfo(inputs.qkv.dtype).eps * exact.abs().max()
-    budget = 2 * (eager - exact).abs().max() + step
-    error = (out[rows].double() - exact).abs().max()
-    return "" if error <= budget else WRONG  # a NaN is no less than anything
+    exact, eager = (_reference(part, part.qkv.to(dtype)) for dtype in (torch.float64, inputs.qkv.dtype))
+    return "" if _within(2, out[rows], exact, eager) else WRONG
+
+
+def check_gradients(call: Trained, inputs: Inputs) -> str:
+    """Hold each gradient to three times the error of the formula in its own number format; "" if all pass.
+
+    Args:
+        call: Runs a contestant.
+        inputs: The batch; some of its images are looked at.
+    """
+    try:
+        found = call(inputs)
+    except REFUSALS as problem:
+        return f"cannot run: {first_line(problem)}"
+    rows, part = _some_images(inputs)
+    exact, eager = (_reference_gradients(part, dtype) for dtype in (torch.float64, inputs.qkv.dtype))
+    right = all(_within(3, ours[rows], *each) for ours, *each in zip(found, exact, eager, strict=True))
+    return "" if right else WRONG
+
+
+def _within(times: int, found: Tensor, exact: Tensor, eager: Tensor) -> bool:
+    """Whether the error is at most so many times that of the eager formula, and one rounding step."""
+    step = torch.finfo(found.dtype).eps * exact.abs().max()
+    budget = times * (eager.double() - exact).abs().max() + step
+    return bool((found.double() - exact).abs().max() <= budget)  # a NaN is no less than anything
 
 
 def _some_images(inputs: Inputs, most: int = 8) -> tuple[Tensor, Inputs]:
@@ -129,11 +163,19 @@ def _some_images(inputs: Inputs, most: int = 8) -> tuple[Tensor, Inputs]:
     rows = torch.cat([torch.arange(int(cu[n]), int(cu[n + 1]), device=cu.device) for n in chosen])
     shape = replace(inputs.shape, lengths=tuple(lengths[n] for n in chosen))
     bounds = torch.tensor([0, *shape.lengths], device=cu.device).cumsum(0).int()
-    return rows, replace(inputs, shape=shape, qkv=inputs.qkv[rows], cu_seqlens=bounds)
+    part = replace(inputs, shape=shape, qkv=inputs.qkv[rows], cu_seqlens=bounds, d_out=inputs.d_out[rows])
+    return rows, part
 
 
-def _reference(inputs: Inputs, dtype: torch.dtype) -> Tensor:
-    q, k, v = inputs.qkv.to(dtype).unbind(1)
+@torch.enable_grad()
+def _reference_gradients(inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    qkv = inputs.qkv.to(dtype).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(_reference(inputs, qkv), qkv, inputs.d_out.to(dtype))
+    return gradient.unbind(1)
+
+
+def _reference(inputs: Inputs, qkv: Tensor) -> Tensor:
+    q, k, v = qkv.unbind(1)
     settings = {"key_weight": None, "soft": None, "exempt_self": False, "softmax_eps": 0.0}
     return reference_attention(
         q,
@@ -145,7 +187,7 @@ def _reference(inputs: Inputs, dtype: torch.dtype) -> Tensor:
         prefix_rows=0,
         return_received=False,
         **settings,  # type: ignore[arg-type]
-    )[0].double()
+    )[0]
 
 
 def _on_the_gpu(place: str, inputs: Inputs, notes: dict[str, str], seconds: float) -> Iterator[Measurement]:
@@ -163,6 +205,21 @@ def _on_the_gpu(place: str, inputs: Inputs, notes: dict[str, str], seconds: floa
     for name, spread in zip(replays, spreads):
         ran = kernels(partial(available(inputs.shape.uniform)[name], inputs))
         yield Measurement(place, name, "graph", GPU, spread.times(1000 / CALLS), ran)
+
+
+def _both_ways(place: str, inputs: Inputs, seconds: float) -> Iterator[Measurement]:
+    """Replays of graphs of many calls, each from the rows to the gradients."""
+    replays: dict[str, Call] = {}
+    for name, call in TRAINED.items():
+        note = check_gradients(call, inputs)
+        if note:
+            yield Measurement(place, name, "graph", BOTH_WAYS, None, note)
+        else:
+            replays[name] = captured([partial(call, inputs)] * CALLS)
+    spreads = interleaved(list(replays.values()), seconds * len(replays), inputs.qkv.device)
+    for name, spread in zip(replays, spreads):
+        ran = kernels(partial(TRAINED[name], inputs))
+        yield Measurement(place, name, "graph", BOTH_WAYS, spread.times(1000 / CALLS), ran)
 
 
 def kernels(call: Call) -> str:
@@ -221,6 +278,9 @@ def targets(figures: Measurements, config: BenchConfig) -> list[Target]:
             found.append(figures.faster(what, place, "triton", "FA2 aten", GPU, AGAINST_FA2[kept], "graph"))
         if images >= 64 and kept == 1:
             found += _against_dense(figures, place)
+        if where in BOTH_WAYS_AGAINST_FA2:
+            what, reach = "attention, forward and backward, against FA2 varlen", BOTH_WAYS_AGAINST_FA2[where]
+            found.append(figures.faster(what, place, "triton", "FA2 aten", BOTH_WAYS, reach, "graph"))
         if where == ROTATED:
             found.append(_floor(figures, place))
         found += _host(figures, place)

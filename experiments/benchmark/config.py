@@ -12,7 +12,7 @@ from prunevit.experiments.config import MODES, OutputConfig, key
 class BenchConfig(OutputConfig):
     """The keys of `prunevit bench`."""
 
-    suite: str = key(MISSING, "what is measured", choices=("attention", "model", "stages"))
+    suite: str = key(MISSING, "what is measured", choices=("attention", "model", "stages", "policies"))
     rows: str = key(
         "must_reach",
         "the rows with a target, or a sweep over the keys below",

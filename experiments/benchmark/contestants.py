@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from prunevit import RaggedViT, Trace, prune
 from prunevit.experiments.benchmark.measurements import WRONG
-from prunevit.experiments.benchmark.model_rows import Case, Spec
-from prunevit.experiments.benchmark.rivals import DenseGather, FreePruning, Padded, cuts_of
+from prunevit.experiments.benchmark.model_rows import OF_EACH, Case, Spec
+from prunevit.experiments.benchmark.rivals import DenseGather, FreePruning, Padded, counts_of, cuts_of
 from prunevit.experiments.policy_spec import build_policy
-from prunevit.policies import NoPruning, ThresholdL2, TopK, replay
+from prunevit.policies import LTMP, NoPruning, ThresholdL2, TopK, replay
 from prunevit.policy import PruningPolicy
 
 Build = Callable[[Any], nn.Module]
@@ -33,9 +33,10 @@ def contestants(case: Case, model: Any, images: Tensor) -> dict[str, Build]:
     }
     found |= {name: walk_of(spec) for name, spec in case.policies.items()}
     for number, (name, spec) in enumerate(case.policies.items()):
-        trace = walk_of(spec)(model).trace(images)
-        for rival in case.rivals if number == 0 else [each for each in case.rivals if each == "static"]:
-            found[f"{rival} {name}"] = _rival(rival, spec, trace, len(images))
+        rivals = case.rivals if number == 0 else [each for each in case.rivals if each in OF_EACH]
+        if rivals:
+            trace = walk_of(spec)(model).trace(images)
+            found |= {f"{rival} {name}": _rival(rival, spec, trace, model, images) for rival in rivals}
     return found
 
 
@@ -48,10 +49,13 @@ def walk_of(spec: Spec) -> Callable[[Any], RaggedViT]:
     return lambda m: prune(m, build_policy(spec)).eval()
 
 
-def _rival(rival: str, spec: Spec, trace: Trace, batch_size: int) -> Build:
+def _rival(rival: str, spec: Spec, trace: Trace, model: Any, images: Tensor) -> Build:
     cuts = cuts_of(trace)
-    if rival == "free":
-        return lambda m: FreePruning(m, cuts, batch_size).eval()
+    if rival in ("free", "given"):
+        counts = cuts if rival == "free" else counts_of(trace)
+        return lambda m: FreePruning(m, counts, len(images)).eval()
+    if rival == "ltmp":
+        return walk_of(ltmp_twin(model, trace, images))
     if rival == "gather":
         return lambda m: DenseGather(m, build_policy(spec), cuts).eval()
     if rival == "static":
@@ -78,6 +82,43 @@ def static_twin(spec: Spec, trace: Trace) -> PruningPolicy:
     if spec["name"] == "threshold_l2":
         return ThresholdL2(rates, layers, rule="share")
     return TopK(rates, layers, rounding="floor")
+
+
+@torch.no_grad()
+def ltmp_twin(model: Any, trace: Trace, images: Tensor, near: float = 0.01) -> Spec:
+    """LTMP with the thresholds that leave, behind each block, as many rows on average as another policy did.
+
+    Args:
+        model: The timm model that was traced.
+        trace: What the other policy did, after the attention of its blocks.
+        images: The batch that was traced.
+        near: How near the numbers must come, as a share.
+
+    Raises:
+        ValueError: If merging alone cannot leave such a number.
+
+    Cost:
+        Some 24 times a forward pass, with as many read-backs a stage.
+    """
+    layers = [stage.layer for stage in trace.stages]
+    pruned = prune(model, LTMP(1.0, layers=layers)).eval()
+    tokens, done = pruned.embed(images), 0
+    thresholds: Tensor = pruned.policies[0].merge_thresholds  # type: ignore[assignment]
+    for number, stage in enumerate(trace.stages):
+        wanted, half = int(stage.counts.sum()), 2 * stage.layer + 1
+        low, high, found = -1.0, 1.0, list[tuple[int, float]]()
+        for _ in range(24):
+            thresholds[number] = (low + high) / 2
+            rows = pruned.walk(tokens, first=done, last=half).x.shape[0]
+            found.append((abs(rows - wanted), thresholds[number].item()))
+            low, high = (low, (low + high) / 2) if rows > wanted else ((low + high) / 2, high)
+        off, thresholds[number] = min(found)
+        if off > near * wanted:
+            raise ValueError(
+                f"ltmp_twin: no threshold leaves {wanted} rows at layer {stage.layer}, off by {off}"
+            )
+        tokens, done = pruned.walk(tokens, first=done, last=half), half
+    return {"name": "ltmp", "merge_threshold": thresholds.tolist(), "layers": layers}
 
 
 class Check:

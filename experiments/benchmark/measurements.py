@@ -164,6 +164,36 @@ def within(what: str, at: str, ours: Measurement | None, bound: float) -> Target
     return Target(what, at, bound, ours.value.median, True, _said(ours))
 
 
+def overhead(
+    what: str,
+    at: str,
+    ours: Measurement | None,
+    free: Measurement | None,
+    whole: Measurement | None,
+    bound: float,
+) -> Target:
+    """What our figure has beyond one without the cost, as a share of a whole.
+
+    Args:
+        what: The comparison, in words.
+        at: Where.
+        ours: Our figure.
+        free: The figure without the cost.
+        whole: What the share is of.
+        bound: The largest allowed.
+    """
+    for other in (free, whole):
+        refused = compare(what, at, ours, other, bound, at_most=True)
+        if refused.ratio is None:
+            return refused
+    assert ours is not None
+    assert free is not None
+    assert whole is not None
+    share = (_median(ours) - _median(free)) / _median(whole)
+    note = f"{_said(ours)} less {_said(free)}, of {_said(whole)}"
+    return Target(what, at, bound, share, True, note)
+
+
 def break_even(
     figures: Measurements, ours: str, theirs: str, quantity: str, places: dict[int, str]
 ) -> int | None:

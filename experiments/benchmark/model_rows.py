@@ -11,7 +11,9 @@ from prunevit.experiments.config import InputError
 from prunevit.experiments.policy_spec import build_policy
 
 Spec = dict[str, Any]
-RIVALS = ("free", "gather", "masked", "padded", "static")
+RIVALS = ("free", "gather", "given", "ltmp", "masked", "padded", "static")
+OF_EACH = ("given", "static")
+"""Rivals of every policy of a case; the others are those of the first."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Case:
         policies: By the name under which they are reported.
         batch_sizes: Images a batch, rising: batch 1 is compiled once more in any case.
         img_size: Input size, px; None: the model's own.
-        rivals: From `RIVALS`, of the first policy ("padded" and "masked") or of each ("static").
+        rivals: From `RIVALS`.
         dense_first: What the first policy must reach against the best dense model, by batch size.
         masked: What it must reach against the padded SDPA at full length, by batch size.
         none_first: Whether the walk without pruning must not be slower than the best dense model.
@@ -117,23 +119,37 @@ def _with(case: Case, batches: tuple[int, ...]) -> Case:
 
 
 def _sweep(config: BenchConfig) -> list[Case]:
+    return spanned(config, {}, (1, 4, 16, 64, 256, 1024))
+
+
+def spanned(
+    config: BenchConfig, policies: dict[str, Spec], batches: Sequence[int], rivals: tuple[str, ...] = ()
+) -> list[Case]:
+    """A case with all policies for each model and input size.
+
+    Args:
+        config: `rows`, `models`, `img_sizes`, `batch_sizes`, and for a sweep `policies` and `ratios`.
+        policies: Those of the rows with a target.
+        batches: Batch sizes, unless the configuration names some.
+        rivals: Of each case.
+
+    Raises:
+        InputError: If a policy of a sweep is not known.
+    """
+    if config.rows == "sweep":
+        policies = _swept(config)
+    batches = tuple(sorted(config.batch_sizes or batches))
+    shapes = product(config.models or ["deit_small_patch16_224"], config.img_sizes or (None,))
+    return [Case(model, policies, batches, size, rivals) for model, size in shapes]
+
+
+def _swept(config: BenchConfig) -> dict[str, Spec]:
     policies = {}
     for name, ratio in product(config.policies, config.ratios):
         if name not in (*group_names("policy"), "drawn"):
             raise InputError(f"policies: unknown name, got {name}; {nearest(name, group_names('policy'))}")
         policies[f"{name}, {ratio:.0%} pruned"] = pruning(name, ratio)
-    batches = tuple(sorted(config.batch_sizes or [1, 4, 16, 64, 256, 1024]))
-    models = config.models or ["deit_small_patch16_224"]
-    return [Case(model, policies, batches, size) for model, size in product(models, sizes(config))]
-
-
-def sizes(config: BenchConfig) -> Sequence[int | None]:
-    """Input sizes of a sweep; None stands for a model's own.
-
-    Args:
-        config: `img_sizes`.
-    """
-    return config.img_sizes or (None,)
+    return policies
 
 
 def pruning(name: str, ratio: float) -> Spec:

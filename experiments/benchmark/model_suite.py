@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import timm
@@ -24,6 +25,7 @@ from prunevit.experiments.sample_model import load_sample_model
 from prunevit.experiments.timing import Spread, interleaved, peak_mb
 
 MS, WALL, PEAK = "ms a batch", "ms a batch by the host's clock", "peak MB"
+GRAPHS = "CUDA graphs"
 log = logging.getLogger("prunevit")
 
 
@@ -35,7 +37,8 @@ class Entrant:
     mode: str
     run: Accelerated
     note: str
-    peak: float | None
+    peak: float | None = None
+    graphs: int = 0
 
 
 def run(config: BenchConfig, device: torch.device) -> Iterator[Measurement]:
@@ -48,22 +51,37 @@ def run(config: BenchConfig, device: torch.device) -> Iterator[Measurement]:
     Yields:
         Times and peak memory.
     """
-    with torch.no_grad():
-        for case in cases(config):
-            for dtype in config.dtypes:
-                model = build(case).to(device, getattr(torch, DTYPES[dtype]))
-                images = photos(case, model, max(case.batch_sizes) + CHECKED).to(
-                    device, next(model.parameters()).dtype
-                )
-                exact = copy.deepcopy(model).double()
-                kept: dict[tuple[str, str], Accelerated] = {}
-                for batch_size in case.batch_sizes:
-                    place = case.place(batch_size, dtype)
-                    log.info("bench: %s", place)
-                    batch, more = images[:batch_size], images[batch_size:]
-                    check = Check(model, exact, check_batches(batch, more))
-                    entrants = list(_enter(case, model, batch, check, config.modes, kept))
-                    yield from _measure(place, entrants, batch, config.seconds)
+    for case, dtype in product(cases(config), config.dtypes):
+        yield from measured(case, dtype, config.modes, config.seconds, device)
+
+
+@torch.no_grad()
+def measured(
+    case: Case, dtype: str, modes: list[str], seconds: float, device: torch.device
+) -> Iterator[Measurement]:
+    """Measure one case at every batch size.
+
+    Args:
+        case: The case.
+        dtype: Number format, a key of `DTYPES`.
+        modes: How the models are executed.
+        seconds: For each contestant in each mode.
+        device: A CUDA device.
+
+    Yields:
+        Times, peak memory and the number of CUDA graphs.
+    """
+    model = build(case).to(device, getattr(torch, DTYPES[dtype]))
+    images = photos(case, model, max(case.batch_sizes) + CHECKED).to(device, next(model.parameters()).dtype)
+    exact = copy.deepcopy(model).double()
+    kept: dict[tuple[str, str], Accelerated] = {}
+    for batch_size in case.batch_sizes:
+        place = case.place(batch_size, dtype)
+        log.info("bench: %s", place)
+        batch, more = images[:batch_size], images[batch_size:]
+        check = Check(model, exact, check_batches(batch, more))
+        entrants = list(_enter(case, model, batch, check, modes, kept))
+        yield from _measure(place, entrants, batch, seconds)
 
 
 def build(case: Case) -> Any:
@@ -133,11 +151,13 @@ def _entrant(name: str, mode: str, fast: Accelerated, images: Tensor, wrong: str
     try:
         fast(images)  # compiles
         held = [*fast.parameters(), images]
+        before = len(fast._graphs)
         peak = peak_mb(partial(fast, images), images.device, held)  # captures
+        captured = len(fast._graphs) - before
         note = wrong or check.mode(fast)
     except (RuntimeError, ValueError) as error:
-        return Entrant(name, mode, fast, f"cannot run: {first_line(error)}", None)
-    return Entrant(name, mode, fast, note, peak)
+        return Entrant(name, mode, fast, f"cannot run: {first_line(error)}")
+    return Entrant(name, mode, fast, note, peak, captured)
 
 
 def _measure(place: str, entrants: list[Entrant], images: Tensor, seconds: float) -> Iterator[Measurement]:
@@ -151,6 +171,8 @@ def _measure(place: str, entrants: list[Entrant], images: Tensor, seconds: float
         yield Measurement(place, each.name, each.mode, WALL, by_host, images=len(images))
         if each.peak is not None:
             yield Measurement(place, each.name, each.mode, PEAK, Spread(each.peak, each.peak, each.peak))
+        if each.graphs:
+            yield Measurement(place, each.name, each.mode, GRAPHS, Spread(*(each.graphs,) * 3))
     for each in entrants:
         if each.note:
             yield Measurement(place, each.name, each.mode, MS, None, each.note, images=len(images))

@@ -4,6 +4,7 @@ All take images and give logits, share the timm model's weights, and synchronise
 every execution mode.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,29 +33,47 @@ def cuts_of(trace: Trace) -> dict[int, int]:
     }
 
 
+def counts_of(trace: Trace) -> dict[int, int | Tensor]:
+    """Rows behind each stage of a trace, by the half-block that follows: of each image, `[B]`, where these differ.
+
+    Args:
+        trace: What a pruned model did.
+
+    Cost:
+        One read-back a stage.
+    """
+    found: dict[int, int | Tensor] = {}
+    for (half, longest), stage in zip(cuts_of(trace).items(), trace.stages):
+        found[half] = longest if bool((stage.counts == longest).all()) else stage.counts
+    return found
+
+
 class FreePruning(nn.Module):
     """The walk with the counts of a pruned model and no cost of pruning: no score, no selection, a slice.
 
-    The ceiling of every policy of these counts: the first rows of each image stay.
+    The ceiling of every policy of these counts: the first rows of each image stay. Where images differ in rows, what
+    stays is gathered by row numbers that are known ahead.
     """
 
-    def __init__(self, model: nn.Module, cuts: dict[int, int], batch_size: int) -> None:
+    def __init__(self, model: nn.Module, cuts: Mapping[int, int | Tensor], batch_size: int) -> None:
         """Prepare the layouts.
 
         Args:
             model: A timm model.
-            cuts: From `cuts_of`.
+            cuts: From `cuts_of` or `counts_of`.
             batch_size: Images of every batch.
         """
         super().__init__()
         self.walk = prune(model, NoPruning())
         self.batch_size, self.cuts = batch_size, sorted(cuts)
         info, device = self.walk.info, next(model.parameters()).device
-        patches = torch.arange(max(cuts.values(), default=0), dtype=torch.int32, device=device)
-        for half, rows in cuts.items():
-            source = (patches[:rows] - info.num_prefix_tokens).clamp(min=-1).expand(batch_size, rows)
-            empty = torch.empty(batch_size, rows, 0, device=device)
-            setattr(self, f"layout{half}", _layout(empty, self.walk, source))
+        before = _layout(self.walk, batch_size, info.num_prefix_tokens + info.grid[0] * info.grid[1], device)
+        for half in self.cuts:
+            after = _layout(self.walk, batch_size, cuts[half], device)
+            rows = (before.cu_seqlens[after.image_id] + after.position).long()
+            setattr(self, f"layout{half}", after)
+            setattr(self, f"rows{half}", None if before.uniform and after.uniform else rows)
+            before = after
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits `[B, K]`."""
@@ -62,13 +81,37 @@ class FreePruning(nn.Module):
         for half in self.cuts:
             tokens = self.walk.walk(tokens, first=first, last=half)
             layout: RaggedTokens = getattr(self, f"layout{half}")
-            x = tokens.x.unflatten(0, (self.batch_size, -1))[:, : layout.max_seqlen]
-            tokens, first = replace(layout, x=x.flatten(0, 1)), half
+            rows: Tensor | None = getattr(self, f"rows{half}")
+            if rows is None:
+                x = tokens.x.unflatten(0, (self.batch_size, -1))[:, : layout.max_seqlen].flatten(0, 1)
+            else:
+                x = tokens.x[rows]
+            tokens, first = replace(layout, x=x), half
         return self.walk.forward_head(self.walk.walk(tokens, first=first))
 
 
-def _layout(empty: Tensor, walk: RaggedViT, source: Tensor) -> RaggedTokens:
-    return RaggedTokens.from_padded(empty, walk.info.num_prefix_tokens, walk.info.grid, source=source)
+def _layout(walk: RaggedViT, batch_size: int, rows: int | Tensor, device: torch.device) -> RaggedTokens:
+    """The first rows of each image, without features: the same number of them, or one an image."""
+    prefix, grid = walk.info.num_prefix_tokens, walk.info.grid
+    if isinstance(rows, int):
+        source = (torch.arange(rows, dtype=torch.int32, device=device) - prefix).clamp(min=-1)
+        empty = torch.empty(batch_size, rows, 0, device=device)
+        return RaggedTokens.from_padded(empty, prefix, grid, source=source.expand(batch_size, rows))
+    images = torch.arange(batch_size, device=device)
+    ends = torch.cat([rows.new_zeros(1), rows.cumsum(0)]).int()
+    image_id = images.int().repeat_interleave(rows)
+    position = torch.arange(len(image_id), dtype=torch.int32, device=device) - ends[image_id]
+    return RaggedTokens(
+        x=torch.empty(len(image_id), 0, device=device),
+        cu_seqlens=ends,
+        image_id=image_id,
+        max_seqlen=int(rows.max()),
+        uniform=False,
+        num_prefix_tokens=prefix,
+        grid=grid,
+        image_index=images,
+        source=(position - prefix).clamp(min=-1),
+    )
 
 
 class DenseGather(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from prunevit.experiments.benchmark import attention_suite, model_suite, stage_suite
+from prunevit.experiments.benchmark import attention_suite, model_suite, policy_suite, stage_suite
 from prunevit.experiments.benchmark.config import BenchConfig
 from prunevit.experiments.benchmark.measurements import Measurement, Measurements, Target, break_even
 from prunevit.experiments.benchmark.model_rows import cases
@@ -23,7 +23,12 @@ from prunevit.experiments.report import choose_output_dir, environment, finite
 
 RESULTS = "results.jsonl"
 SUMMARY = "summary.md"
-SUITES: dict[str, Any] = {"attention": attention_suite, "model": model_suite, "stages": stage_suite}
+SUITES: dict[str, Any] = {
+    "attention": attention_suite,
+    "model": model_suite,
+    "stages": stage_suite,
+    "policies": policy_suite,
+}
 log = logging.getLogger("prunevit")
 CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
@@ -41,8 +46,8 @@ def run(config: BenchConfig) -> Measurements:
     """
     device = find_gpu(config.suite)
     output = choose_output_dir(config, [RESULTS])
-    if config.suite == "model":
-        cases(config)  # raises ahead of the work
+    if config.suite != "attention":
+        SUITES[config.suite].cases(config)  # raises ahead of the work
     try:
         with _progress():
             return _run(config, device, output)

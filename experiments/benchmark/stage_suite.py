@@ -19,7 +19,7 @@ from prunevit.experiments.benchmark.attention_suite import DTYPES
 from prunevit.experiments.benchmark.config import BenchConfig
 from prunevit.experiments.benchmark.contestants import CHECKED, Check, check_batches, walk_of
 from prunevit.experiments.benchmark.measurements import Measurement, Measurements, Target, within
-from prunevit.experiments.benchmark.model_rows import Case, Spec, pruning, sizes
+from prunevit.experiments.benchmark.model_rows import Case, Spec, spanned
 from prunevit.experiments.benchmark.model_suite import build, photos
 from prunevit.experiments.timing import Call, captured, interleaved
 from prunevit.packing import pack
@@ -44,14 +44,9 @@ def cases(config: BenchConfig) -> list[Case]:
     """A case for each model, with all policies.
 
     Args:
-        config: `rows`, `models`, `batch_sizes`, `policies`, `ratios`.
+        config: As for `spanned`.
     """
-    policies = POLICIES
-    if config.rows == "sweep":
-        policies = {f"{n}, {r:.0%} pruned": pruning(n, r) for n in config.policies for r in config.ratios}
-    batches = tuple(config.batch_sizes or BATCHES)
-    models = config.models or ["deit_small_patch16_224"]
-    return [Case(model, policies, batches, size) for model, size in product(models, sizes(config))]
+    return spanned(config, POLICIES, BATCHES)
 
 
 def run(config: BenchConfig, device: torch.device) -> Iterator[Measurement]:

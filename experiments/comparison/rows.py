@@ -108,6 +108,10 @@ def _from_file(number: int, row: Any, config: CompareConfig, problems: list[str]
     if policy is None:
         problems.append(f"{where}: policy must be a name or a mapping with a name, got {row.get('policy')}")
         return None
+    own, knob = row.get("policy"), knob_of(policy["name"])
+    if isinstance(own, dict) and own.get("gmacs") is not None and knob in own:
+        problems.append(f"{where}: policy.{knob} is solved for by policy.gmacs; give one of the two")
+        return None
     name = row.get("name")
     if isinstance(name, dict | list) or name == "":
         problems.append(f"{where}: name must be text, got {name or 'none'}")

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from prunevit.experiments.config import RunConfig, group, key
-from prunevit.experiments.trainer import world_size
+from prunevit.experiments.ranks import world_size
 
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
-MODES = ("eager", "compile")
+MODES = ("eager", "compile", "compile+graph")
 # What may differ when a run goes on from a checkpoint: where and how it runs, not what it computes.
 PLACES = (
     *("accelerator", "devices", "accumulate_grad_batches", "backend", "mode", "grad_checkpointing", "logger"),
@@ -90,7 +90,7 @@ class FinetuneConfig(RunConfig):
     def problems(self) -> list[str]:
         """Say what this machine cannot do or what contradicts itself, a line each."""
         lines = super().problems()
-        parts = world_size(self) * self.accumulate_grad_batches
+        parts = world_size(self.devices) * self.accumulate_grad_batches
         if self.batch_size % parts:
             lines.append(
                 f"batch_size: must be a multiple of processes x accumulate_grad_batches, {parts}, got "
@@ -99,6 +99,11 @@ class FinetuneConfig(RunConfig):
         elif (self.mixup or self.cutmix) and self.batch_size // parts % 2:
             lines.append(
                 f"batch_size: mixup and cutmix pair the images of a part, got parts of {self.batch_size // parts}"
+            )
+        if self.mode == "compile+graph" and self.accumulate_grad_batches > 1:
+            lines.append(
+                "accumulate_grad_batches: must be 1 with mode=compile+graph, whose gradients last for one pass, got "
+                f"{self.accumulate_grad_batches}; use mode=compile"
             )
         if self.scale_min == 0:
             lines.append("scale_min: must be above 0, got 0")

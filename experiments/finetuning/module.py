@@ -29,6 +29,22 @@ from prunevit.vit import RaggedViT
 AVERAGE = "average"  # key of the moving average in a checkpoint
 
 
+def compiled(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """Prepare a forward pass for training.
+
+    Args:
+        forward: A model, or a method of one.
+        mode: One of `MODES`. In "compile+graph" a step's outputs and gradients are gone once the next one begins.
+    """
+    if mode == "eager":
+        return forward
+    return torch.compile(forward, mode="reduce-overhead" if mode == "compile+graph" else None)
+
+
+class Diverged(InputError):
+    """A loss that is no finite number: what was logged before it is worth keeping."""
+
+
 class FinetuneModule(LightningModule):
     """Trains what `pruned` holds: the timm model and the policies.
 
@@ -91,9 +107,7 @@ class FinetuneModule(LightningModule):
         for each in self._beside.values():
             each.to(self.device, self.dtype)
         self.pruned.train()
-        self._walk: Callable[..., Trace] = self.pruned.trace
-        if self.config.mode == "compile":
-            self._compiled = torch.compile(self.pruned.trace)
+        self._compiled: Callable[..., Trace] = compiled(self.pruned.trace, self.config.mode or "eager")
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Set the schedules, and every generator."""
@@ -189,7 +203,8 @@ class FinetuneModule(LightningModule):
 
     def _trace(self, images: Tensor, positions: Tensor) -> Trace:
         """Walk; compiled code only once the keep rate stands still, for each count is a program of its own."""
-        if self.config.mode == "compile" and self.schedule.progress(self.global_step) == 1:
+        if self.schedule.progress(self.global_step) == 1:
+            torch.compiler.cudagraph_mark_step_begin()
             return self._compiled(images, positions)
         return self.pruned.trace(images, positions)
 
@@ -208,7 +223,7 @@ class FinetuneModule(LightningModule):
             return
         where = None if finite else self.pruned.find_nan(images, positions)
         found = where or ("the loss itself" if not finite else "another process has the place")
-        raise InputError(
+        raise Diverged(
             f"loss: must be finite, got {float(loss.detach())} at step {self.global_step + 1}; {found}; lower "
             "lr, or clip more with gradient_clip_val"
         )

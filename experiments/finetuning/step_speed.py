@@ -2,8 +2,8 @@
 
     python -m prunevit.experiments.finetuning.step_speed
 
-Forward, backward, clipping and AdamW in bf16 autocast, on random images that stay on the device. Peak memory includes
-weights, gradients and the optimiser's state.
+Eager, compiled, and compiled into CUDA graphs. Forward, backward, clipping and AdamW in bf16 autocast, on random images
+that stay on the device. Peak memory includes weights, gradients and the optimiser's state.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from prunevit import prune
+from prunevit.experiments.finetuning.config import MODES
+from prunevit.experiments.finetuning.module import compiled
 from prunevit.experiments.policy_spec import build_policy
 from prunevit.experiments.report import environment
 from prunevit.experiments.timing import interleaved, peak_mb
@@ -32,7 +34,7 @@ class StepSpeed:
 
     Attributes:
         model: "dense" or "pruned".
-        mode: "eager" or "compile".
+        mode: One of `MODES`.
         step_ms: Median.
         images_per_s: Of the batch, at the median.
         peak_mb: Largest allocation of a step.
@@ -57,6 +59,7 @@ def training_step(
         targets: `[B]`.
         opt: The optimiser.
     """
+    torch.compiler.cudagraph_mark_step_begin()
     with torch.autocast(images.device.type, torch.bfloat16):
         logits = forward(images)
     loss = cross_entropy(logits.float(), targets)
@@ -69,7 +72,7 @@ def training_step(
 def measure(
     name: str, policy: str, keep_rate: float, batch: int, seconds: float, device: str
 ) -> list[StepSpeed]:
-    """Time the four steps, interleaved.
+    """Time the steps of both models in every mode, interleaved.
 
     Args:
         name: timm architecture.
@@ -83,9 +86,9 @@ def measure(
     steps: dict[tuple[str, str], Callable[[], None]] = {}
     peaks: dict[tuple[str, str], float] = {}
     for kind in ("dense", "pruned"):
-        for mode in ("eager", "compile"):
+        for mode in MODES if device == "cuda" else MODES[:2]:
             run = _step(kind, mode, name, policy, keep_rate, batch, device)
-            for _ in range(3):  # the first ones compile
+            for _ in range(4):  # the first ones compile and capture
                 run()
             steps[kind, mode] = run
             peaks[kind, mode] = peak_mb(run, torch.device(device), _state(run)) or float("nan")
@@ -107,8 +110,7 @@ def _step(
     images = torch.randn(batch, 3, *size, device=device)
     targets = torch.randint(model.num_classes, (batch,), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda" or None)
-    forward = torch.compile(model) if mode == "compile" else model
-    return partial(training_step, model, forward, images, targets, optimizer)
+    return partial(training_step, model, compiled(model, mode), images, targets, optimizer)
 
 
 def _state(run: partial[None]) -> Iterator[Tensor]:

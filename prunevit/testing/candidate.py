@@ -121,7 +121,7 @@ class Candidate:
             raise NotApplicable(f"refused: {error}") from error
 
     @cached_property
-    def decisions(self) -> tuple[list[Decision], Exception | None]:
+    def decisions(self) -> tuple[list[Decision], Exception | SystemExit | None]:
         """What the policy decides on the plain model, up to where the walk stops, and what stopped it."""
         pruned, seen = self.pruned(), list[Decision]()
 
@@ -133,7 +133,10 @@ class Candidate:
         try:
             with torch.no_grad():
                 pruned(images(), index())
-        except Exception as error:  # the policy's own, or the walk's refusal: another check's matter
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # the policy's own, or the walk's refusal: another check's matter
             return seen, error
         return seen, None
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from prunevit.keepmask import KeepMask
 from prunevit.packing import pack
+from prunevit.policy import PruningPolicy
 from prunevit.testing.candidate import Candidate, CheckFailure, Decision, NotApplicable, images, index
+from prunevit.vit import RaggedViT
 
 PER_ROW = ("keep", "merge_into", "merge_weight", "size", "key_weight", "order", "soft")
 
@@ -73,6 +76,25 @@ def check_prefix(candidate: Candidate) -> None:
             )
 
 
+def check_score(candidate: Candidate) -> None:
+    """What patches are ranked by is a number: NaN ranks behind every number, in the order of the rows."""
+    policy: PruningPolicy = candidate.pruned().policies[0]  # type: ignore[assignment]
+    seen = False
+    for decision in _decisions(candidate):
+        score = _score(policy, decision)
+        if score is None:
+            continue
+        seen = True
+        missing = int((score.isnan().flatten(1).any(1) & decision.tokens.is_patch).sum())
+        if missing:
+            raise CheckFailure(
+                f"the score of {missing} of {int(decision.tokens.is_patch.sum())} patches is NaN at layer "
+                f"{decision.layer}; such patches are taken in the order of the rows"
+            )
+    if not seen:
+        raise NotApplicable("it shows no score by which it ranks patches")
+
+
 def check_forward(candidate: Candidate) -> str:
     """A forward pass runs and gives finite logits."""
     _, error = candidate.decisions
@@ -85,6 +107,18 @@ def check_forward(candidate: Candidate) -> str:
     return f"{int(trace.attention_rows[0, 0])} -> {trace.mlp_rows[-1].double().mean():.1f} rows"
 
 
+def check_leaves_alone(candidate: Candidate) -> None:
+    """Deciding changes neither torch's settings, which are those of the whole process, nor the policy's mode."""
+    pruned = candidate.pruned()
+    with torch.no_grad():
+        before = _surroundings(pruned)
+        pruned(images(), index())
+        after = _surroundings(pruned)
+    for name, value in before.items():
+        if after[name] != value:
+            raise CheckFailure(f"forward must leave {name} at {value}, got {after[name]} after it")
+
+
 def check_repeats(candidate: Candidate) -> None:
     """The same images give the same logits again: draws in evaluation are keyed by seed and image."""
     pruned = candidate.pruned()
@@ -94,6 +128,31 @@ def check_repeats(candidate: Candidate) -> None:
         raise CheckFailure(
             "two forward passes of the same images differ; draw by prunevit.draws, and keep no state in evaluation"
         )
+
+
+def _score(policy: PruningPolicy, decision: Decision) -> Tensor | None:
+    """What the patches were ranked by, `[T, heads or 1]`, if the decision or the policy says so."""
+    if decision.mask.selection is not None:
+        score = decision.mask.selection[0]
+    elif type(policy).score is not PruningPolicy.score:
+        score = policy.score(decision.tokens, decision.attention, decision.layer)
+    else:
+        return None
+    return score.reshape(len(score), -1)
+
+
+def _surroundings(pruned: RaggedViT) -> dict[str, object]:
+    """What a policy could change besides its answer, by name."""
+    modes = {
+        f"the training mode of {name or 'the policy'}": module.training
+        for name, module in pruned.policies[0].named_modules()
+    }
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's grad mode": torch.is_grad_enabled(),
+        "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        **modes,
+    }
 
 
 def _decisions(candidate: Candidate) -> Iterator[Decision]:

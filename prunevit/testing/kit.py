@@ -17,10 +17,12 @@ from prunevit.testing.cost import check_cost
 from prunevit.testing.decisions import (
     check_forward,
     check_known_count,
+    check_leaves_alone,
     check_mask,
     check_one_patch_stays,
     check_prefix,
     check_repeats,
+    check_score,
     check_setup,
 )
 from prunevit.testing.device import check_graph, check_no_wait
@@ -47,7 +49,9 @@ FOUNDATIONS: tuple[Check, ...] = (
     check_one_patch_stays,
     check_known_count,
     check_prefix,
+    check_score,
     check_forward,
+    check_leaves_alone,
     check_repeats,
 )
 """Each builds on those before it, and all others on them."""
@@ -138,6 +142,7 @@ def check_policy(
 
 
 def _run(name: str, check: Check, candidate: Candidate) -> Result:
+    dtype = torch.get_default_dtype()
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -146,9 +151,11 @@ def _run(name: str, check: Check, candidate: Candidate) -> Result:
         return Result(name, "not applicable", str(reason))
     except CheckFailure as failure:
         return Result(name, "failed", f"{failure}{_place(failure.__cause__, candidate)}")
-    except Exception as error:  # the policy may raise anything
+    except (Exception, SystemExit) as error:  # the policy may do anything
         line = next(iter(str(error).strip().splitlines()), "")
         return Result(name, "failed", f"{type(error).__name__}: {line}{_place(error, candidate)}")
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _place(error: BaseException | None, candidate: Candidate) -> str:

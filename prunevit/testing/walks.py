@@ -148,7 +148,10 @@ def _trace_at(candidate: Candidate, value: float | None) -> Trace | None:
     try:
         with torch.no_grad():
             return candidate.pruned(policy=policy).trace(images(), index())
-    except Exception:  # a value that the policy refuses, in whatever way, does not keep everything
+    except (
+        Exception,
+        SystemExit,
+    ):  # a value that the policy refuses, in whatever way, does not keep everything
         return None
 
 

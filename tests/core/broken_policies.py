@@ -230,3 +230,28 @@ class Asks(Sound):
 class CountsBatches(Sound):
     def macs(self, counts: Tensor) -> Tensor:
         return counts.double().sum()
+
+
+class ScoresNothing(Sound):
+    """The third image has no contrast: its patches alone are numbers here."""
+
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Any:
+        some = tokens.image_index[tokens.image_id] != 6
+        return top_k(tokens, norm(tokens).masked_fill(some, torch.nan), self.rate(layer))
+
+
+class Exits(Sound):
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Any:
+        raise SystemExit("enough")
+
+
+class SetsTheDefault(Sound):
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().forward(tokens, attention, layer)
+
+
+class GoesIntoTraining(Sound):
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Any:
+        self.train()
+        return super().forward(tokens, attention, layer)

@@ -2,85 +2,27 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests_support import small_vit
-from torch import Tensor
 
 import prunevit
 from prunevit.execution import accelerate, signature
-from prunevit.graphs import LAUNCH_BOUND_ROWS, Course, GraphCache, SegmentedWalk, bucket, survey
-from prunevit.policies import EViT, NoPruning, RandomPruning, ThresholdL2, ToMe, TopK, TopP
+from prunevit.graphs import GraphCache
+from prunevit.policies import ATS, LTMP, EViT, NoPruning, RandomPruning, ThresholdL2, ToMe, TopK, TopP
 from prunevit.policy import PruningPolicy
-
-
-class PlainRunner:
-    """Runs each function as it is, and remembers the keys: a graph cache without graphs."""
-
-    def __init__(self) -> None:
-        self.keys: list[Hashable] = []
-
-    def __call__(
-        self, key: Hashable, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        self.keys.append(key)
-        return function(*inputs)
-
-
-def test_buckets_hold_what_is_put_into_them_and_are_few() -> None:
-    seen = set()
-    for total in range(1, 64 * 197 + 1, 7):
-        rows, longest = bucket(total, max(1, min(197, total)), 64 * 197, 197)
-        assert rows >= total
-        assert rows <= 64 * 197
-        assert 197 >= longest >= min(197, total)
-        seen.add(rows)
-    assert len(seen) <= 33
-
 
 DYNAMIC: dict[str, Callable[[], list[PruningPolicy]]] = {
     "top_p": lambda: [TopP(0.7, (1, 2))],
     "norm": lambda: [ThresholdL2(0.0, (1, 3))],
     "static first, static last": lambda: [TopK(0.8, (0,)), ThresholdL2(0.0, (2,)), EViT(0.5, (3,))],
     "ragged merging": lambda: [TopP(0.8, (0,)), ToMe(4, layers=(1, 2, 3))],
+    "ats": lambda: [ATS(0.7, (1, 2))],
+    "ltmp": lambda: [LTMP(0.3, 0.01)],
 }
-
-
-@pytest.mark.parametrize("name", DYNAMIC)
-@pytest.mark.parametrize("batch", [3, 60])
-def test_the_cut_walk_equals_the_walk(name: str, batch: int) -> None:
-    """Every segment at a capacity, through buffers, with other boundaries at each call."""
-    pruned = prunevit.prune(small_vit(), DYNAMIC[name]())
-    runner = PlainRunner()
-    with torch.no_grad():
-        _, course = survey(pruned, torch.zeros(batch, 3, 96, 96, dtype=torch.float64))
-        walk = SegmentedWalk(pruned, runner, pruned.walk, "key", course)
-        for seed in range(3):
-            images = torch.randn(
-                batch, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-            )
-            torch.testing.assert_close(walk(images), pruned(images), rtol=0, atol=1e-11)
-    if batch * 37 <= LAUNCH_BOUND_ROWS:
-        assert set(runner.keys) == {("key", "whole")}
-    else:
-        assert {key[1] for key in runner.keys} == set(range(len(walk.cuts) + 1))  # type: ignore[index]
-
-
-def test_a_survey_tells_where_counts_are_unknown() -> None:
-    images = torch.randn(2, 3, 96, 96, dtype=torch.float64)
-    for policies, cuts in (
-        ([EViT(0.5, (1, 2))], ()),
-        ([TopK(0.8, (0,)), TopP(0.7, (1,)), EViT(0.5, (3,))], (3, 7)),
-        ([ThresholdL2(0.0, (2,))], (4,)),
-    ):
-        pruned = prunevit.prune(small_vit(), policies)
-        with torch.no_grad():
-            logits, course = survey(pruned, images)
-            torch.testing.assert_close(logits, pruned(images), rtol=0, atol=0)
-        assert course == (cuts, 2 * 37, 37)
 
 
 def test_a_precision_is_part_of_what_a_graph_is_for() -> None:
@@ -131,19 +73,6 @@ def test_a_walk_of_known_counts_is_one_compiled_graph(policy: PruningPolicy) -> 
         torch.testing.assert_close(compiled(images), pruned(images), rtol=0, atol=1e-11)
 
 
-def test_buffers_are_kept_for_a_bounded_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunevit.execution.MAX_WALKS", 2)
-    model = accelerate(prunevit.prune(small_vit(), TopP(0.7, (1,))))
-    course = Course((3,), 37, 37)
-    first = [model._cut_walk("eager", key, course) for key in "aba"]
-    assert first[0] is first[2]
-    later = [model._cut_walk("eager", key, course) for key in "cab"]  # "b" was unused for longest
-    assert later[1] is first[0]
-    assert later[2] is not first[1]
-    assert len(model._walks) == 2
-    assert len({walk.key for walk in (*first, *later)}) == 4
-
-
 def test_copies_and_pickles_start_without_graphs() -> None:
     images = torch.randn(2, 3, 96, 96, dtype=torch.float64)
     model: Any = accelerate(prunevit.prune(small_vit(), EViT(0.5, (1,))))
@@ -176,7 +105,7 @@ INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Tens
 def test_modes_agree_on_a_gpu(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The patches are a convolution, which cuDNN rounds to TF32 unless told not to.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr("prunevit.graphs.LAUNCH_BOUND_ROWS", 1024)
+    monkeypatch.setattr("prunevit.foresight.LAUNCH_BOUND_ROWS", 1024)
     pruned = prunevit.prune(small_vit().cuda().float(), {**STATIC, **DYNAMIC}[name]())
     fast = accelerate(pruned, mode)
     for batch in (2, 33, 33, 2, 33, 1, 1, 33):
@@ -195,7 +124,7 @@ def test_modes_agree_on_a_gpu(name: str, mode: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["evit", "top_p"])
 def test_graphs_of_other_precisions_are_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast on, off and of another dtype, in turn, and with weights changed between calls under autocast."""
-    monkeypatch.setattr("prunevit.graphs.LAUNCH_BOUND_ROWS", 1024)
+    monkeypatch.setattr("prunevit.foresight.LAUNCH_BOUND_ROWS", 1024)
     pruned = prunevit.prune(small_vit().cuda().float(), {**STATIC, **DYNAMIC}[name]())
     fast = accelerate(pruned, "graph")
     images = torch.randn(33, 3, 96, 96, device="cuda")
@@ -207,7 +136,7 @@ def test_graphs_of_other_precisions_are_others(name: str, monkeypatch: pytest.Mo
                 assert got.dtype == expected.dtype
                 torch.testing.assert_close(got, expected, rtol=0, atol=0)
                 pruned.model.head.weight.mul_(1.1)
-    assert len(fast._courses) == 3
+    assert len(fast._walks) == 3
 
 
 @pytest.mark.gpu
@@ -245,7 +174,6 @@ def test_graphs_see_new_weights_and_survive_moves() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("name", STATIC)
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_known_counts_never_wait_for_the_gpu(name: str, mode: str) -> None:
@@ -258,6 +186,43 @@ def test_known_counts_never_wait_for_the_gpu(name: str, mode: str) -> None:
         fast(images, index)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@INDUCTOR
+@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("mode", ["graph", "compile+graph"])
+def test_batches_without_room_cost_time_alone(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that keep little, then much, with the weights changed on the way; no output is overwritten."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr("prunevit.foresight.LAUNCH_BOUND_ROWS", 0)
+    pruned = prunevit.prune(small_vit().cuda().float(), DYNAMIC[name]())
+    fast = accelerate(pruned, mode)
+    generator = torch.Generator("cuda").manual_seed(0)
+    kept = []
+    for number in range(12):
+        images = torch.randn(33, 3, 96, 96, device="cuda", generator=generator)
+        images[: 11 * (number % 4)] *= 0.01
+        with torch.no_grad():
+            pruned.model.head.bias.add_(1)
+            kept.append((fast(images), pruned(images)))
+    for got, expected in kept:
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+    walk = next(iter(fast._walks.values()))
+    assert walk is not None
+    assert 1 <= len(fast._graphs) <= 1 + walk.misses
+
+
+@pytest.mark.gpu
+def test_graphs_of_like_inputs_share_them() -> None:
+    cache = GraphCache(max_graphs=8)
+    x, y = torch.ones(3, device="cuda"), torch.full((3,), 2.0, device="cuda")
+    for _ in range(2):
+        assert cache("one", lambda v: (v + 1,), [x])[0].tolist() == [2.0] * 3
+        assert cache("two", lambda v: (v + 2,), [y])[0].tolist() == [4.0] * 3
+        assert cache("other", lambda v: (v + 3,), [x.double()])[0].tolist() == [4.0] * 3
+    own = [inputs[0].data_ptr() for _, inputs, _ in cache._graphs.values()]
+    assert len(set(own)) == 2
 
 
 @pytest.mark.gpu

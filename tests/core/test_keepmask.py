@@ -142,6 +142,11 @@ def test_sample_hits_by_the_share_of_the_score() -> None:
     assert kept_patches(tokens, sample(tokens, score, 3), 0) == [0, 1, 3]
     # Equal scores are told apart by their place alone; many points hit all but the smallest.
     assert kept_patches(tokens, sample(tokens, torch.ones(4), 50), 0) == [1, 2, 3]
+    for points in (0, tokens.grid[0] * tokens.grid[1] + 1):
+        with pytest.raises(
+            ValueError, match=r"^sample: points must be from 1 to the \d+ patches of the grid"
+        ):
+            sample(tokens, score, torch.tensor([points]))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prunevit import KeepMask, RaggedTokens, fuse, pack, top_k
+from prunevit import KeepMask, RaggedTokens, fuse, pack, top_k, top_p
+from prunevit.packing import Room, pack_into
 
 PREFIX = 2
 
@@ -228,3 +229,44 @@ def test_a_count_changed_after_the_selection_is_not_trusted(fuses: bool, wrong: 
     lie = replace(mask, rows_per_image=mask.rows_per_image + wrong)
     with pytest.raises(ValueError, match=f"each image must keep the {6 + fuses + wrong} rows"):
         pack(tokens, lie)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_room_holds_what_fits_and_tells_what_does_not(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    torch.manual_seed(data.draw(st.integers(0, 10_000)))
+    tokens = ragged(counts, data.draw(st.integers(0, 3)))
+    score, least = torch.rand(len(tokens.image_id)), PREFIX + 1
+    mask = top_p(tokens, score, data.draw(st.sampled_from([0.3, 0.7, 1.0])))
+    if data.draw(st.booleans()):
+        mask = fuse(tokens, mask, score)
+    if data.draw(st.booleans()):
+        mask = replace(mask, order=torch.rand(len(score)))
+    rows = data.draw(st.integers(len(counts) * least, len(score) + 2))
+    room = Room(rows, data.draw(st.integers(least, tokens.max_seqlen)))
+
+    packed, need = pack_into(tokens, mask, room)
+
+    expected = pack(tokens, mask)
+    truth = Room(expected.x.shape[0], expected.max_seqlen)
+    assert need.tolist() == list(truth)
+    assert (packed.x.shape[0], packed.max_seqlen, packed.uniform) == (*room, False)
+    total = int(packed.cu_seqlens[-1])
+    if not room.holds(truth):
+        assert packed.seqlens.tolist() == [least] * len(counts)
+        kept = expected.position < least
+        expected = pack(expected, KeepMask(kept))
+    assert packed.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
+    for name in ("x", "image_id", "source", "sizes"):
+        torch.testing.assert_close(getattr(packed, name)[:total], getattr(expected, name), rtol=0, atol=0)
+    assert (packed.x[total:] == 0).all()
+    assert (packed.image_id[total:] == len(counts)).all()
+    assert (packed.source[total:] == -1).all()
+
+
+@pytest.mark.parametrize("room", [Room(2 * PREFIX + 1, 5), Room(7, PREFIX)])
+def test_a_room_for_no_batch_at_all_is_refused(room: Room) -> None:
+    tokens = ragged([3, 2])
+    with pytest.raises(ValueError, match="must be for at least 3 rows of each of 2 images, got Room"):
+        pack_into(tokens, KeepMask(tokens.live), room)

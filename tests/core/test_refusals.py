@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import prunevit
 from prunevit import AttentionState, KeepMask, PruningPolicy
-from prunevit.policies import EViT, TopK
+from prunevit.policies import EViT, NoPruning, TopK
 
 Hang = Callable[[nn.Module], Any]
 HOOKS: dict[str, Hang] = {
@@ -40,6 +40,15 @@ def test_a_forward_of_its_own_is_refused() -> None:
         TypeError, match=r"^RaggedViT: blocks\.3 must be as timm made it, got a forward of its own"
     ):
         prunevit.prune(model, TopK(0.5, (1,)))
+
+
+def test_hooks_hung_later_run_on_the_parts_only() -> None:
+    model, calls = small_vit(), list[str]()
+    pruned = prunevit.prune(model, NoPruning())
+    for place in ("blocks.1", "blocks.1.attn", "blocks.1.attn.qkv", "blocks.1.mlp"):
+        model.get_submodule(place).register_forward_hook(lambda *_, place=place: calls.append(place))
+    pruned(torch.zeros(1, 3, 96, 96, dtype=torch.float64))
+    assert calls == ["blocks.1.attn.qkv", "blocks.1.mlp"]
 
 
 @pytest.mark.parametrize(

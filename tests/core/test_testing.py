@@ -22,6 +22,16 @@ BROKEN = {
     "DropsAll": (["one_patch_stays"], "image 0 keeps no patch at layer 1"),
     "Miscounts": (["known_count"], r"rows_per_image is 26 at layer 1, but the images keep \[27, 27, 27\]"),
     "ScalesPrefix": (["prefix"], "the prefix rows are changed at layer 1"),
+    "ScoresNothing": (["score"], "the score of 84 of 126 patches is NaN at layer 1"),
+    "Exits": (["forward"], r"SystemExit: enough \(broken_policies.py:\d+\)"),
+    "SetsTheDefault": (
+        ["leaves_alone"],
+        "forward must leave torch's default dtype at torch.float32, got torch.float64 after it",
+    ),
+    "GoesIntoTraining": (
+        ["leaves_alone"],
+        "forward must leave the training mode of the policy at False, got True after it",
+    ),
     "ForgetsNeeds": (
         ["forward"],
         r"prefix_attention.*\(broken_policies.py:\d+\)|NoneType.*\(broken_policies.py:\d+\)",

@@ -232,6 +232,14 @@ def test_models_without_cls_need_an_explicit_score() -> None:
     model = small_vit(global_pool="avg", class_token=False)
     with pytest.raises(ValueError, match='choose score_source="received"'):
         prunevit.prune(model, EViT(0.5, (1,)))
+
+    class ByClass(prunevit.PruningPolicy):
+        needs = frozenset({"prefix_attention"})
+
+    with pytest.raises(
+        ValueError, match=r'has none; let it read "received_attention", which every model has$'
+    ):
+        prunevit.prune(model, ByClass(None, (1,)))
     pruned = prunevit.prune(model, EViT(0.5, (1, 2), score_source="received"))
     assert pruned.trace(torch.randn(1, 3, 96, 96, dtype=torch.float64)).mlp_rows[:, 0].tolist() == [
         36,

@@ -9,17 +9,18 @@ import pytest
 import torch
 from tests_support import randomise
 
-from prunevit.experiments.benchmark import model_suite, stage_suite
+from prunevit.experiments.benchmark import attention_suite, model_suite, stage_suite
 from prunevit.experiments.benchmark import run as benchmark
-from prunevit.experiments.benchmark.attention_rivals import Inputs, Shape, padded_sdpa
-from prunevit.experiments.benchmark.attention_suite import check, lengths
+from prunevit.experiments.benchmark.attention_rivals import Inputs, Shape, our_gradients, padded_sdpa
+from prunevit.experiments.benchmark.attention_suite import check, check_gradients, lengths
 from prunevit.experiments.benchmark.config import BenchConfig
 from prunevit.experiments.benchmark.contestants import CHECKED, Check, check_batches, contestants, static_twin
-from prunevit.experiments.benchmark.measurements import WRONG
+from prunevit.experiments.benchmark.measurements import WRONG, Measurement, Measurements
 from prunevit.experiments.benchmark.model_rows import MUST_REACH, Case, cases, pruning
 from prunevit.experiments.cli import main
 from prunevit.experiments.config import InputError
 from prunevit.experiments.policy_spec import build_policy
+from prunevit.experiments.timing import Spread
 from prunevit.policies import NoPruning
 from prunevit.vit import prune
 
@@ -43,7 +44,7 @@ def test_without_a_gpu_it_says_so_in_one_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["suite=speed"], "suite: must be one of attention, model, stages, got speed"),
+        (["suite=speed"], "suite: must be one of attention, model, stages, policies, got speed"),
         (["suite=model", "dtypes=[bf16,int8]"], "dtypes: must be one of bf16, fp16, fp32, got int8"),
         (["suite=model", "batch_sizes=[0]"], "batch_sizes: must be at least 1, got 0"),
         (["suite=model", "batch_size=4"], "batch_size: unknown key; the nearest is batch_sizes"),
@@ -142,6 +143,30 @@ def test_a_wrong_attention_gets_no_time() -> None:
     assert check("padded SDPA", lambda given: padded_sdpa(given) * 1.01, inputs) == WRONG
     assert check("padded SDPA", lambda given: padded_sdpa(given) * torch.nan, inputs) == WRONG
     assert "cannot run" in check("triton", lambda given: torch.ops.aten.mm(given.qkv, given.qkv), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_gradients_get_no_time(dtype: torch.dtype) -> None:
+    inputs = Inputs.make(Shape((5, 3, 7), 2, 8, dtype), CPU)
+    dq, dk, dv = our_gradients(inputs, "padded")
+    assert check_gradients(lambda given: (dq, dk, dv), inputs) == ""
+    for wrong in ((dq, dv, dk), (dq * 1.1, dk, dv), (dq, dk, dv * torch.nan), (dq, dk, dv.flip(0))):
+        assert check_gradients(lambda given: wrong, inputs) == WRONG  # noqa: B023 (called at once)
+    assert "cannot run" in check_gradients(our_gradients, inputs)  # "triton" on a CPU
+
+
+def test_forward_and_backward_are_compared_with_fa2() -> None:
+    place = attention_suite.place_of((256, 197, 0.5), "bf16")
+
+    def figure(name: str, us: float | None) -> Measurement:
+        value = None if us is None else Spread(us, us, us)
+        return Measurement(place, name, "graph", attention_suite.BOTH_WAYS, value, "" if us else WRONG)
+
+    for ours, ratio in ((100.0, 1.5), (None, None)):
+        figures = Measurements([figure("triton", ours), figure("FA2 aten", 150.0)])
+        found = attention_suite.targets(figures, BenchConfig(suite="attention"))
+        (target,) = (each for each in found if "backward" in each.what)
+        assert (target.ratio, target.reach, target.at) == (ratio, 1.3, place)
 
 
 def test_lengths_stay_within_ten_per_cent() -> None:

@@ -24,6 +24,7 @@ class Largest(prunevit.PruningPolicy):
         return prunevit.top_k(tokens, tokens.x.norm(dim=-1), self.rate(layer))
 """
 DICE = SOUND.replace("tokens.x.norm(dim=-1)", "tokens.x.norm(dim=-1) * torch.rand(len(tokens.x))")
+EXIT = SOUND.replace("return prunevit.top_k", "raise SystemExit('enough')\n        return prunevit.top_k")
 CRASH = SOUND.replace("return prunevit.top_k", "self.nothing\n        return prunevit.top_k")
 
 
@@ -35,7 +36,7 @@ def policy_file(folder: Path, code: str, name: str = "mine.py") -> str:
 def test_a_sound_policy_of_a_file_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", policy_file(tmp_path, SOUND), "policy.keep_rate=0.25", "accelerator=cpu"]) == 0
     text = capsys.readouterr().out
-    assert "23 passed, 1 not applicable" in text
+    assert "25 passed, 1 not applicable" in text
     assert "12 rows" in text  # ceil(0.25 * 42) patches and CLS
     assert "one patch stays" in text
 
@@ -45,6 +46,7 @@ def test_a_sound_policy_of_a_file_passes(tmp_path: Path, capsys: pytest.CaptureF
     [
         (DICE, "two forward passes of the same images"),
         (CRASH, "(mine.py:13)"),
+        (EXIT, "SystemExit: enough (mine.py:13)"),
     ],
 )
 def test_a_failure_is_named_and_the_exit_code_is_1(
@@ -58,14 +60,27 @@ def test_a_failure_is_named_and_the_exit_code_is_1(
     assert "not reached" in text
 
 
+def test_a_policy_that_exits_ends_a_plan_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = EXIT.replace("super().__init__(keep_rate, layers)", "raise SystemExit(0)")
+    for name, code, line in (
+        ("a.py", EXIT, "SystemExit: enough (a.py:13)"),
+        ("b.py", made, "SystemExit: 0 (b.py:10)"),
+    ):
+        policy = policy_file(tmp_path, code, name)
+        assert main(["plan", "model=deit_tiny_patch16_224", f'policy="{policy}"']) == 2
+        assert capsys.readouterr().err == f"prunevit: policy {policy}: {line}\n"
+
+
 def test_all_shipped_policies_have_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checking, "POLICIES", {"evit": EViT, "tome": ToMe})
     assert main(["check", "--all", "accelerator=cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("evit          passed  22 passed, 2 not applicable, ")
-    assert lines[1].startswith("tome          passed  23 passed, 1 not applicable, ")
+    assert lines[0].startswith("evit          passed  24 passed, 2 not applicable, ")
+    assert lines[1].startswith("tome          passed  24 passed, 2 not applicable, ")
     assert lines[-1] == "2 of 2 policies pass"
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import timm
 import torch
+from torch import Tensor
 
-from prunevit import prune
+from prunevit import RaggedTokens, RaggedViT, prune
+from prunevit.experiments import equal_cost
 from prunevit.experiments.calibration import Calibration, training_split
 from prunevit.experiments.cli import main
 from prunevit.experiments.config import DataConfig, InputError, ModelConfig
-from prunevit.experiments.cost import cost_of, known_cost
+from prunevit.experiments.cost import Cost, cost_of, known_cost
 from prunevit.experiments.equal_cost import solve
 from prunevit.experiments.models import architecture
 from prunevit.experiments.policy_spec import build_policy
@@ -134,6 +136,80 @@ def test_equal_cost_on_unseen_images(model: Any, name: str) -> None:
     cost = cost_of(found, model, calibrated(model, 1, 24))
     assert (cost.gmacs, cost.images) == (pytest.approx(target, rel=0.02), 24)
     assert len(set(cost.mlp_rows)) > 1
+
+
+@pytest.mark.parametrize("name", BY_DATA)
+def test_few_photos_lead_and_all_have_the_last_word(
+    model: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = calibrated(model, 0, 24)
+    photos.__dict__["few"] = few = calibrated(model, 2, 6)
+    (given, numbers) = few.batches[0]
+    few.__dict__["batches"] = [(0.8 * given, numbers)]  # they cost something else than all
+    seen: list[tuple[int, float]] = []
+
+    def counted(*arguments: Any) -> Cost:
+        cost = cost_of(*arguments)
+        seen.append((cost.images, cost.gmacs))
+        return cost
+
+    monkeypatch.setattr(equal_cost, "cost_of", counted)
+    target = (0.5 if name == "ats" else 0.8) * dense_macs(model) / 1e9
+    found = solve({"name": name, **BY_DATA[name], "gmacs": target}, model, photos)
+    whole = [gmacs for images, gmacs in seen if images == 24]
+    assert 1 <= len(whole) <= 3
+    assert min(whole, key=lambda gmacs: abs(gmacs - target)) == cost_of(found, model, photos).gmacs
+    assert cost_of(found, model, calibrated(model, 1, 24)).gmacs == pytest.approx(target, rel=0.02)
+    knob = build_policy({"name": name, **BY_DATA[name]}).knob
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == f"{name}: {knob} for {target:g} GMACs on up to 24 training photos"
+    assert last.startswith("found in ")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"name": "top_p", "layers": [2, 3]},
+        {"name": "ats", "layers": "0:"},
+        {"name": "threshold_l2", "layers": [2]},
+        {"name": "threshold_l2", "layers": [0, 3]},
+    ],
+)
+def test_a_cost_that_starts_where_rows_first_leave_is_that_of_the_whole_walk(model: Any, spec: Any) -> None:
+    photos = calibrated(model, 0, 5)
+    cost_of({**spec, "layers": [3]}, model, photos)  # leaves rows that enter a later block
+    for _ in range(2):
+        cost = cost_of(spec, model, photos)
+        pruned = prune(model, build_policy(spec)).eval()
+        with torch.no_grad():
+            trace = pruned.trace(*photos.batches[0])
+        macs = model_macs(model, trace.attention_rows, trace.mlp_rows) + policy_macs(pruned, trace)
+        assert cost.gmacs == pytest.approx(macs.mean().item() / 1e9, rel=1e-12)
+        assert cost.attention_rows == tuple(trace.attention_rows.double().mean(1).tolist())
+        assert cost.mlp_rows == tuple(trace.mlp_rows.double().mean(1).tolist())
+
+
+def test_rows_that_enter_are_walked_to_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos, embedded = calibrated(model, 0, 5), list[int]()
+    embed = RaggedViT.embed
+
+    def counted(self: RaggedViT, images: Tensor, *numbers: Tensor) -> RaggedTokens:
+        embedded.append(len(images))
+        return embed(self, images, *numbers)
+
+    monkeypatch.setattr(RaggedViT, "embed", counted)
+    for p in (0.4, 0.6, 0.8):
+        cost_of({"name": "top_p", "p": p, "layers": [2, 3]}, model, photos)
+    assert embedded == [5]
+
+
+def test_a_row_with_a_cost_and_a_knob_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.yaml").write_text("rows:\n  - policy: {name: evit, gmacs: 3.0, keep_rate: 0.5}\n")
+    assert main(["compare", f"rows={tmp_path / 'rows.yaml'}", "data=sample"]) == 2
+    assert capsys.readouterr().err == (
+        f"prunevit: rows: row 1 of {tmp_path / 'rows.yaml'}: policy.keep_rate is solved for by policy.gmacs; "
+        "give one of the two\n"
+    )
 
 
 @pytest.mark.parametrize(

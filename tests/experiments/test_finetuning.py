@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-import wandb
 from finetuning_runs import config, curve, finetune, losses, photos
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from wandb_records import history, records, updates
 
 from prunevit.experiments.cli import main
 from prunevit.experiments.compose import compose, group_names, read_yaml
@@ -153,6 +151,11 @@ BAD = {
         "batch_size: mixup and cutmix pair the images of a part, got parts of 3",
     ),
     "large": (["batch_size=19"], "batch_size: must be at most the 18 training images, got 19"),
+    "the recipe's": (
+        ["recipe=dynamicvit", "recipe.widths=[64]", "batch_size=1024", "policy.layers=[1,3]"],
+        "training images, got 1024 from recipe dynamicvit, which is for larger data; set batch_size, lr is scaled "
+        "with it; or take its policy alone: recipe=sample policy=dynamicvit",
+    ),
     "split": (["train_split=nowhere"], "train_split: must be a folder inside data.root, got nowhere"),
     "warm-up": (
         ["policy=top_p", "keep_rate_warmup_steps=2"],
@@ -186,6 +189,13 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_graphs_take_a_batch_in_one_pass(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finetune(root, tmp_path / "out", "mode=compile+graph", "accumulate_grad_batches=2") == 2
+    assert "accumulate_grad_batches: must be 1 with mode=compile+graph" in capsys.readouterr().err
+
+
 def test_a_class_of_one_split_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split, missing in (("train", "training"), ("val", "validation")):
         root = photos(tmp_path / split)
@@ -195,6 +205,16 @@ def test_a_class_of_one_split_only(tmp_path: Path, capsys: pytest.CaptureFixture
         map_file.write_text("blue\ngreen\nred\n")
         assert finetune(root, tmp_path / "out", f"data.class_map={map_file}") == 2
         assert f"got none of class green in the {missing} split" in capsys.readouterr().err
+
+
+def test_a_class_folder_without_images_names_the_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = photos(tmp_path / "photos")
+    for photo in (root / "train" / "green").iterdir():
+        photo.unlink()
+    assert finetune(root, tmp_path / "out") == 2
+    assert f"of the 3 classes of the head, got 2 in {root / 'train'};" in capsys.readouterr().err
 
 
 def test_no_training_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +231,9 @@ def test_weights_of_another_policy(root: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_wandb_offline_records_the_curve(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    from wandb_records import history, records, updates
+
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert finetune(root, tmp_path / "out", "max_steps=3", "logger=wandb", "logger.mode=offline") == 0
@@ -250,6 +273,10 @@ def test_a_loss_that_is_not_finite_names_block_and_step(
     (line,) = capsys.readouterr().err.splitlines()
     assert "loss: must be finite, got nan at step 1" in line
     assert "come from block 4, mlp" in line
+    # What was logged shows where it went wrong; of weights there are none.
+    assert line.endswith(f"; {tmp_path / 'out' / 'metrics.csv'} holds the steps before")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.yaml", "metrics.csv"}
+    assert [row["step"] for row in curve(tmp_path / "out")] == [0]
 
 
 def test_photos_are_altered_alike_wherever_they_are_read(root: Path) -> None:

@@ -10,6 +10,7 @@ from prunevit.experiments.benchmark.measurements import (
     Measurements,
     break_even,
     compare,
+    overhead,
     within,
 )
 from prunevit.experiments.benchmark.plots import draw
@@ -62,6 +63,18 @@ def test_upper_bounds() -> None:
     assert (target.ratio, target.met) == (pytest.approx(2 / 3), True)
     assert within("time", "batch 4", ours, 1.9).met is False
     assert within("time", "batch 4", None, 1.9).met is None
+
+
+def test_what_is_beyond_a_free_figure_is_a_share_of_the_whole() -> None:
+    eager, free, whole, broken = (
+        FIGURES.find("batch 4", *each)
+        for each in (("ours", MS, "eager"), ("ours", MS), ("dense", MS, "eager"), ("broken", MS))
+    )
+    target = overhead("cost", "batch 4", eager, free, whole, 0.4)
+    assert (target.ratio, target.met, target.at_most) == (0.5, False, True)
+    assert target.note == "ours 5 (eager) less ours 2 (graph), of dense 6 (eager)"
+    for sides in ((broken, free, whole), (eager, broken, whole), (eager, free, broken), (eager, None, whole)):
+        assert overhead("cost", "batch 4", *sides, 0.4).met is None
 
 
 @pytest.mark.parametrize(
