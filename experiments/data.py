@@ -261,7 +261,7 @@ def load_data(config: DataConfig, model: Any, others: Sequence[Any] = ()) -> Eva
             "give data.ground_truth"
         )
     else:
-        heads = _heads(config, labels, names, model.num_classes)
+        heads = _heads(config, labels, names, model.num_classes, root)
     chosen = evenly_spaced(len(source), config.num_images)
     real = real_labels(config.real_labels, source.filenames()) if config.real_labels else None
     over = passed_over(root) if root is not None and root.is_dir() else (0, 0)
@@ -338,11 +338,13 @@ def _label_names(reader: Any) -> list[str]:
     return [name for name, _ in sorted(by_name.items(), key=lambda item: item[1])]
 
 
-def _heads(config: DataConfig, labels: list[str], names: list[str] | None, num_classes: int) -> list[int]:
+def _heads(
+    config: DataConfig, labels: list[str], names: list[str] | None, num_classes: int, place: Path | None
+) -> list[int]:
     if config.dataset and not (labels and set(labels) <= set(names or ())):
         # The class names of a hub's data set are not the model's: its numbers count, for its list is complete.
         labels, names = labels or [*map(str, range(num_classes))], None
-    return head_indices(labels, names, num_classes)
+    return head_indices(labels, names, num_classes, place)
 
 
 def _check_range(targets: Sequence[int], num_classes: int) -> None:

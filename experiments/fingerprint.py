@@ -1,13 +1,16 @@
-"""What results must agree in to be put side by side: the images, and the weights."""
+"""What results must agree in to be put side by side: the images, the weights, the code of the policy."""
 
 import hashlib
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from prunevit.experiments.config import DataConfig
 from prunevit.experiments.data import EvaluationData
+from prunevit.policy import PruningPolicy
 
 
 def data_fingerprint(config: DataConfig, data: EvaluationData) -> dict[str, Any]:
@@ -39,6 +42,26 @@ def weights_fingerprint(model: nn.Module) -> str:
     for name, value in model.state_dict().items():
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def code_fingerprint(policy: PruningPolicy, shipped: bool = True) -> str:
+    """A hash of the files of a policy's class and its bases, and of those beside them in their packages.
+
+    Args:
+        policy: The policy.
+        shipped: Whether this project's own files count, or the user's alone.
+    """
+    left_out = {"torch", "builtins"} if shipped else {"torch", "builtins", "prunevit"}
+    files: set[Path] = set()
+    for base in type(policy).__mro__:
+        module = sys.modules.get(base.__module__)
+        if base.__module__.partition(".")[0] not in left_out and getattr(module, "__file__", None):
+            file = Path(str(module.__file__))  # type: ignore[union-attr]
+            files.update(file.parent.glob("*.py") if module.__package__ else [file])  # type: ignore[union-attr]
+    digest = hashlib.sha256()
+    for file in sorted(each for each in files if each.is_file()):
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

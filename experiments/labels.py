@@ -43,7 +43,9 @@ def class_names(model: Any, class_map: str | None) -> list[str] | None:
     return ImageNetInfo(subset).label_names() if subset else None
 
 
-def head_indices(folders: Sequence[str], names: Sequence[str] | None, num_classes: int) -> list[int]:
+def head_indices(
+    folders: Sequence[str], names: Sequence[str] | None, num_classes: int, place: Path | None = None
+) -> list[int]:
     """Map class folders to class indices of the head.
 
     By name where the names of the head are known, a subset being fine. Folders that are all integers are
@@ -53,6 +55,7 @@ def head_indices(folders: Sequence[str], names: Sequence[str] | None, num_classe
         folders: Folder names, in natural order.
         names: What `class_names` returned.
         num_classes: Classes of the head.
+        place: Where the folders stand, which the message names.
 
     Raises:
         InputError: If a folder is unknown to the model or the number of classes does not fit the head.
@@ -60,8 +63,8 @@ def head_indices(folders: Sequence[str], names: Sequence[str] | None, num_classe
     if names is None:
         if len(folders) != num_classes:
             raise InputError(
-                f"data.root: must have a class folder for each of the {num_classes} classes of the head, got "
-                f"{len(folders)}; name the head's classes with data.class_map"
+                f"data.root: must have a class folder with images for each of the {num_classes} classes of the head, "
+                f"got {len(folders)}{f' in {place}' if place else ''}; name the head's classes with data.class_map"
             )
         return list(range(num_classes))
     position = {name: index for index, name in enumerate(names)}

@@ -1,7 +1,6 @@
 """Lightning's Trainer as this project uses it: no sampler of its own, no chatter."""
 
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 
 from prunevit.experiments.config import ImagesConfig
+from prunevit.experiments.ranks import processes
 
 Value = TypeVar("Value")
 
@@ -31,7 +31,7 @@ def make_trainer(config: ImagesConfig, bar: Callback | None = None, **settings: 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # The bar goes to stderr: stdout holds the report alone.
     bars = [bar or RichProgressBar(console_kwargs={"stderr": True})] if config.progress else []
-    devices, machines = processes(config)
+    devices, machines = processes(config.devices)
     defaults: dict[str, Any] = {
         "accelerator": "gpu" if config.on_gpu else "cpu",
         "devices": devices,
@@ -47,28 +47,6 @@ def make_trainer(config: ImagesConfig, bar: Callback | None = None, **settings: 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*available but not used.*")  # as was asked for
         return Trainer(**{**defaults, **settings, "callbacks": callbacks})
-
-
-def processes(config: ImagesConfig) -> tuple[int, int]:
-    """Count the processes of this machine, and the machines: as torchrun says, or as the configuration does.
-
-    Args:
-        config: `devices`.
-    """
-    if dist.is_torchelastic_launched():
-        here = int(os.environ["LOCAL_WORLD_SIZE"])
-        return here, int(os.environ["WORLD_SIZE"]) // here
-    return config.devices, 1
-
-
-def world_size(config: ImagesConfig) -> int:
-    """Count the processes of all machines.
-
-    Args:
-        config: `devices`.
-    """
-    devices, machines = processes(config)
-    return devices * machines
 
 
 def run_test(trainer: Trainer, module: LightningModule) -> None:

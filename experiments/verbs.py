@@ -60,10 +60,13 @@ VERBS = {
         "speed on a GPU beside the strongest rivals", "benchmark.config:BenchConfig", "benchmark.run:run"
     ),
     "report": Verb(
-        "a page over several runs", "comparison.report_run:ReportConfig", "comparison.report_run:run", "runs"
+        "a page over several runs", "comparison.config:ReportConfig", "comparison.report_run:run", "runs"
     ),
     "show": Verb(
-        "a photo, and what a policy keeps of it", "comparison.show:ShowConfig", "comparison.show:run", "image"
+        "a photo, and what a policy keeps of it",
+        "comparison.config:ShowConfig",
+        "comparison.show:run",
+        "image",
     ),
     "policies": Verb("list the pruning policies", "config:PoliciesConfig", "policy_table:run"),
     "check": Verb(

@@ -10,17 +10,18 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from timm.models import clean_state_dict, deit, vision_transformer
 from torch import Tensor
 
 from prunevit.experiments.authors import Settings, our_names, settings_of
 from prunevit.experiments.config import InputError, ModelConfig, first_line
 from prunevit.experiments.ranks import is_first_process
-from prunevit.vit import RaggedViT
+
+if TYPE_CHECKING:  # timm takes seconds to import, and a file that cannot be read is refused without it
+    from prunevit.vit import RaggedViT
 
 SCHEMA = 1
 METADATA = "prunevit"  # key of the metadata of a safetensors file
@@ -101,11 +102,17 @@ def load_model(model: Any, weights: Weights) -> None:
     Raises:
         InputError: If they belong to another architecture.
     """
+    from timm.models import deit, vision_transformer
+
     family = deit if isinstance(model, deit.VisionTransformerDistilled) else vision_transformer
     with _readable(weights.path):
+        _check_tensors(weights.model)
+    try:
         state = family.checkpoint_filter_fn(weights.model, model)
-        _check_tensors(state)
-    if misfit := _misfit(model.state_dict(), state):
+        misfit = _misfit(model.state_dict(), state)
+    except UNREADABLE as error:  # the translation meets shapes that it does not know
+        misfit = f"tensors of other shapes ({first_line(error)})"
+    if misfit:
         name = model.pretrained_cfg.get("architecture", type(model).__name__)
         raise InputError(
             f"weights: {weights.path} must fit {name}, got {misfit}; set model or model.num_classes"
@@ -113,7 +120,7 @@ def load_model(model: Any, weights: Weights) -> None:
     model.load_state_dict(state)
 
 
-def load_policies(pruned: RaggedViT, weights: Weights | None) -> None:
+def load_policies(pruned: "RaggedViT", weights: Weights | None) -> None:
     """Give the policies the parameters that a file holds for them; a file without any changes nothing.
 
     Args:
@@ -138,7 +145,7 @@ def load_policies(pruned: RaggedViT, weights: Weights | None) -> None:
     pruned.policies.load_state_dict(weights.policies)
 
 
-def provenance(config: ModelConfig, weights: Weights | None, pruned: RaggedViT) -> dict[str, str | None]:
+def provenance(config: ModelConfig, weights: Weights | None, pruned: "RaggedViT") -> dict[str, str | None]:
     """Say where the parameters come from: the columns `weights`, `trained` and `predictors` of a row.
 
     Args:
@@ -169,6 +176,13 @@ def provenance(config: ModelConfig, weights: Weights | None, pruned: RaggedViT) 
 def _read(path: str) -> Weights:
     if not os.path.isfile(path):
         raise InputError(f"weights: must be a file, got {path}")
+    try:
+        with open(path, "rb") as file:
+            empty = not file.read(1)
+    except OSError as error:  # safetensors would say that there is no such file
+        raise InputError(f"weights: must be readable, got {path} ({error.strerror})") from error
+    if empty:
+        raise InputError(f"weights: must hold tensors, got {path}, which is empty")
     with _readable(path):
         return _of_safetensors(path) if path.endswith(".safetensors") else _of_pickle(path)
 
@@ -199,9 +213,11 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_tensors(state: dict[str, Any]) -> None:
-    strange = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
-    if strange is not None:
-        raise TypeError(f"{strange} is no tensor")
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r} is no name of a tensor")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is no tensor")
 
 
 def _of_safetensors(path: str) -> Weights:
@@ -210,7 +226,13 @@ def _of_safetensors(path: str) -> Weights:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     if metadata is None:
         return _sorted_out(path, state)
-    said = json.loads(metadata)
+    try:
+        said = json.loads(metadata)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"weights: {path} must have JSON under {METADATA} in its metadata, got other text ({first_line(error)}); "
+            "use the file as it was written"
+        ) from error
     if not isinstance(said, dict) or said.get("schema") != SCHEMA:
         got = said.get("schema") if isinstance(said, dict) else said
         raise InputError(
@@ -235,6 +257,7 @@ def _of_pickle(path: str) -> Weights:
     arguments = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
     groups = settings_of(arguments)
     state, choice = _unwrapped(path, content)
+    _check_tensors(state)
     return replace(_sorted_out(path, state, groups, "fine-tuned" if groups else None), choice=choice)
 
 
@@ -261,6 +284,8 @@ def _sorted_out(
     path: str, state: dict[str, Any], groups: Settings | None = None, trained: str | None = None
 ) -> Weights:
     """Tell the model's parameters from the policies', by our names."""
+    from timm.models import clean_state_dict
+
     state, policy = our_names(clean_state_dict(state))
     policies = {
         name.removeprefix("policies."): value for name, value in state.items() if name.startswith("policies.")
@@ -276,7 +301,7 @@ def _sorted_out(
 
 
 def _misfit(own: dict[str, Any], given: dict[str, Any]) -> str:
-    """Missing and unknown names, and a shape that differs, in one line; empty if all fit."""
+    """Missing and unknown names, a shape and a kind of number that differ, in one line; empty if all fit."""
     missing = [name for name in own if name not in given]
     extra = [name for name in given if name not in own]
     shapes = [
@@ -284,9 +309,14 @@ def _misfit(own: dict[str, Any], given: dict[str, Any]) -> str:
         for name in own
         if name in given and given[name].shape != own[name].shape
     ]
+    kinds = [
+        f"{name} holds {given[name].dtype}, not {own[name].dtype}"
+        for name in own
+        if name in given and own[name].is_floating_point() != given[name].is_floating_point()
+    ]
     counted = [
         f"{len(names)} {what} ({', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''})"
         for what, names in (("missing", missing), ("unknown", extra))
         if names
     ]
-    return ", ".join(counted + shapes[-1:])
+    return ", ".join(counted + shapes[-1:] + kinds[:1])

@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +12,10 @@ from torch import Tensor
 log = logging.getLogger("prunevit")
 
 Argument = Tensor | int | None
+Start = Callable[[int, tuple[Any, ...]], None]
+"""Takes the number of programs, and of each argument its address, its value, or anything if it is absent."""
+
+current_device = torch.accelerator.current_device_index
 
 
 class Bound:
@@ -41,7 +45,7 @@ class Bound:
     def __init__(self, kernel: Any, **constants: Any) -> None:
         self.kernel, self.constants = kernel, constants
         self._is_interpreted = not isinstance(kernel, triton.JITFunction)
-        self._loaded: dict[tuple[Any, ...], _Loaded] = {}
+        self._starts: dict[tuple[Any, ...], Start] = {}
         if self._is_interpreted:
             return
         free = [parameter for parameter in kernel.params if not parameter.is_constexpr]
@@ -52,41 +56,46 @@ class Bound:
                 f"got the parameters {kernel.arg_names} and values for {list(constants)}"
             )
         self._loose = [parameter.do_not_specialize for parameter in free]
-        self._fixed = [constants[name] for name in fixed]
+        self._fixed = tuple(constants[name] for name in fixed)
 
-    def __call__(self, programs: int, *arguments: Argument) -> None:
+    def __call__(self, programs: int, *arguments: Argument) -> Start | None:
         """Start the kernel.
 
         Args:
             programs: How many of them.
             *arguments: The other parameters, in order: tensors (the first argument is one), integers, and None
                 for a tensor that is absent.
+
+        Returns:
+            What starts it again on arguments that `specialise` does not tell from these, where `is_direct`;
+            None if only Triton can.
         """
         if self._is_interpreted:
             self._launch(programs, arguments)
-            return
+            return None
         device = arguments[0].get_device()  # type: ignore[union-attr]
-        if device != torch.cuda.current_device():
+        if device != current_device():
             with torch.cuda.device(device):
-                self(programs, *arguments)
-            return
+                return self(programs, *arguments)
         key, values = specialise(arguments, self._loose)
-        loaded = self._loaded.get((device, *key))
-        if loaded is None or _is_hooked():
-            loaded = load(self._launch(programs, arguments))
-            if loaded is not None:
-                self._loaded[(device, *key)] = loaded
-            return
-        values += self._fixed
-        stream = loaded.current_stream(device)
-        if loaded.takes_one_tuple:
-            loaded.start(programs, 1, 1, stream, loaded.function, *loaded.settings, tuple(values))
+        start = self._starts.get((device, *key))
+        if start is None or not is_direct(device):
+            start = load(self._launch(programs, arguments), device, self._fixed)
+            if start is not None:
+                self._starts[(device, *key)] = start
         else:
-            loaded.start(programs, 1, 1, stream, loaded.function, *loaded.settings, *values)
+            start(programs, tuple(values))
+        return start
 
     def _launch(self, programs: int, arguments: Sequence[Argument]) -> Any:
         """Launch as Triton does, and return what it compiled."""
         return self.kernel[(programs,)](*arguments, **self.constants)
+
+
+def is_direct(device: int) -> bool:
+    """Whether a kernel of this device can be started past Triton now: the device is current, no profiler looks on."""
+    hooks = triton.knobs.runtime
+    return device == current_device() and not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
 def specialise(arguments: Sequence[Argument], loose: Sequence[bool]) -> tuple[list[Any], list[Any]]:
@@ -114,24 +123,19 @@ def specialise(arguments: Sequence[Argument], loose: Sequence[bool]) -> tuple[li
     return key, values
 
 
-class _Loaded(NamedTuple):
-    """One specialisation in the memory of one device, and how triton's C code starts it."""
-
-    start: Callable[..., None]
-    function: int
-    settings: tuple[Any, ...]  # between the function and the kernel's own arguments
-    takes_one_tuple: bool  # ... which are one argument
-    current_stream: Callable[[int], int]
-    compiled: Any  # its code stays loaded as long as it lives
-
-
 # How `CudaLauncher.__call__` begins: in triton 3.6, the metadata being the first of *args, and in 3.8.
 _GRID = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 _METADATA = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 
 
-def load(compiled: Any) -> _Loaded | None:
-    """Return how to start directly what Triton compiled, None if this is not known."""
+def load(compiled: Any, device: int, fixed: tuple[Any, ...]) -> Start | None:
+    """Return what starts directly what Triton compiled for a device, None if it is not known how.
+
+    Args:
+        compiled: What Triton's launch returned; its code stays loaded as long as it lives.
+        device: Index of the device.
+        fixed: The values of the `constexpr` parameters, which stand behind the other arguments.
+    """
     launcher = compiled.run
     parameters = _parameters(type(launcher))
     if compiled.metadata.target.backend != "cuda" or parameters not in (_GRID, _GRID + _METADATA):
@@ -143,27 +147,30 @@ def load(compiled: Any) -> _Loaded | None:
         or getattr(launcher, "gsan_enabled", False)
     ):
         return None  # memory for each launch: triton's business
+    launch, function = launcher.launch, compiled.function
+    stream_of = triton.runtime.driver.active.get_current_stream
     settings: tuple[Any, ...] = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     scratch, hooks = (None, None), (None, None, None)
-    takes_one_tuple = parameters != _GRID
-    if takes_one_tuple:
+    if parameters == _GRID:
+        settings += (*scratch, compiled.packed_metadata, *hooks)
+
+        def start(programs: int, values: tuple[Any, ...]) -> None:
+            launch(programs, 1, 1, stream_of(device), function, *settings, *values, *fixed)
+
+    else:
         settings += (compiled.packed_metadata, *hooks, *scratch)
         settings += (launcher.arg_annotations, launcher.kernel_signature)
-    else:
-        settings += (*scratch, compiled.packed_metadata, *hooks)
-    stream = triton.runtime.driver.active.get_current_stream
-    return _Loaded(launcher.launch, compiled.function, settings, takes_one_tuple, stream, compiled)
+
+        def start(programs: int, values: tuple[Any, ...]) -> None:
+            launch(programs, 1, 1, stream_of(device), function, *settings, values + fixed)
+
+    start.compiled = compiled  # type: ignore[attr-defined]
+    return start
 
 
 def _parameters(launcher: type) -> tuple[str, ...]:
     code = getattr(launcher.__call__, "__code__", None)
     return () if code is None else code.co_varnames[: code.co_argcount]
-
-
-def _is_hooked() -> bool:
-    """Whether a profiler wants to see each launch."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 @functools.cache

@@ -1,12 +1,16 @@
-"""The public door of ragged attention: what it means, and what it accepts."""
+"""The public door of ragged attention: what it means, and what it accepts.
 
-from functools import partial
+Checks and choices depend on little that changes from call to call: a call like one before goes straight to the launch.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prunevit.kernels.attention_op import run_operator
-from prunevit.kernels.backends import BACKENDS, AttentionOutput, choose_backend, run_backend
+from prunevit.kernels.backends import BACKENDS, AttentionOutput, choose_backend, has_live_row, run_backend
 
 __all__ = ["BACKENDS", "AttentionOutput", "ragged_attention"]
 
@@ -76,9 +80,63 @@ def ragged_attention(
     Reference: Rao et al., DynamicViT, NeurIPS 2021 (`soft`, `exempt_self`, `softmax_eps`); Bolya et al.,
         Token Merging, ICLR 2023 (`key_weight`).
     """
-    if torch.is_autocast_enabled("cuda" if q.is_cuda else q.device.type):
+    if torch.is_autocast_enabled() if q.is_cuda else torch.is_autocast_enabled(q.device.type):
         q = _cast(q)
         k, v = (x if x is None else _cast(x) for x in (k, v))
+    key = prepared = None
+    shape = q.shape
+    if q.__class__ is Tensor and len(shape) > 2 and not torch.compiler.is_dynamo_compiling():
+        # All that a check or a choice depends on; of the number of rows only whether it passes.
+        num_rows, bounds, is_graded = shape[0], cu_seqlens.shape, torch.is_grad_enabled()
+        key = (
+            q.dtype, q.device, shape[1], shape[-2], shape[-1], len(shape), is_graded and q.requires_grad,
+            q.is_contiguous() or q.stride(), num_rows if num_rows < 2 else 2,  # the stride of a single row may be any
+            cu_seqlens.dtype, cu_seqlens.device, bounds, cu_seqlens.is_contiguous(),
+            None if k is None else (_kind(k, is_graded), k.stride(), k.shape == shape),
+            None if v is None else (_kind(v, is_graded), v.stride(), v.shape == shape),
+            None if key_weight is None else (_kind(key_weight, is_graded), key_weight.numel() == num_rows),
+            None if soft is None else (_kind(soft, is_graded), soft.numel() == num_rows),
+            None if image_id is None else (image_id.dtype, image_id.dim(), image_id.numel() == num_rows),
+            uniform and (bounds.numel() - 1) * max_seqlen <= num_rows,
+            max_seqlen, softmax_scale, exempt_self, softmax_eps, prefix_rows, return_received, uniform, backend,
+        )  # fmt: skip
+        prepared = _prepared.get(key)
+    if prepared is None:
+        return _attend(
+            key, q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps,
+            prefix_rows, return_received, image_id, uniform, backend,
+        )  # fmt: skip
+    out, prefix, received, _ = prepared(num_rows, q, k, v, cu_seqlens, key_weight, soft)
+    return AttentionOutput(out, prefix, received)
+
+
+_prepared: dict[tuple[Any, ...], Callable[..., tuple[Any, ...]]] = {}
+_MOST_PREPARED = 4096
+
+
+def _kind(x: Tensor, is_graded: bool) -> tuple[Any, ...]:
+    return x.dtype, x.device, x.dim(), x.is_contiguous(), is_graded and x.requires_grad
+
+
+def _attend(
+    key: tuple[Any, ...] | None,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float | None,
+    key_weight: Tensor | None,
+    soft: Tensor | None,
+    exempt_self: bool,
+    softmax_eps: float,
+    prefix_rows: int,
+    return_received: bool,
+    image_id: Tensor | None,
+    uniform: bool,
+    backend: str,
+) -> AttentionOutput:
+    """Check a call, choose what computes it, and compute it; "triton" without gradients is remembered under the key."""
     _check(q, k, v, cu_seqlens, key_weight, soft, image_id)
     _check_numbers(q.shape[0], cu_seqlens.shape[0] - 1, max_seqlen, softmax_eps, prefix_rows, uniform)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -87,11 +145,33 @@ def ragged_attention(
     chosen = choose_backend(backend, q, max_seqlen if uniform and plain else None)
     saves = needs_grad and chosen == "triton"
     inside_graph = torch.compiler.is_compiling() and not needs_grad
-    run = partial(run_operator, saves=saves) if saves or inside_graph else run_backend
-    return run(
+    weights = (key_weight, soft)
+    if chosen == "triton":  # which reads them without a stride
+        key_weight, soft = (x if x is None else x.contiguous() for x in weights)
+    call = (
         q, k, v, cu_seqlens, max_seqlen, scale, key_weight, soft, exempt_self, float(softmax_eps), prefix_rows,
-        return_received, image_id, uniform, chosen,
+        return_received,
     )  # fmt: skip
+    if saves or inside_graph:
+        return run_operator(*call, image_id, uniform, chosen, saves)
+    numbers = (max_seqlen, softmax_scale, softmax_eps, prefix_rows)
+    lasting = chosen == "triton" and has_live_row(q, cu_seqlens, max_seqlen) and _are_plain(numbers)
+    if key is not None and lasting and key_weight is weights[0] and soft is weights[1]:
+        _remember(key, call)
+    return run_backend(*call, image_id, uniform, chosen)
+
+
+def _are_plain(numbers: Iterable[object]) -> bool:
+    """Whether equal ones stay equal: a tensor, which is hashed by its identity, can change its value."""
+    return all(x is None or isinstance(x, int | float) for x in numbers)
+
+
+def _remember(key: tuple[Any, ...], call: tuple[Any, ...]) -> None:
+    from prunevit.kernels.triton_forward import prepare
+
+    if len(_prepared) >= _MOST_PREPARED:
+        _prepared.clear()
+    _prepared[key] = prepare(*call).__call__  # a method is called sooner than an object
 
 
 def _cast(x: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ the same bits.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, Start, is_direct
 from prunevit.kernels.tiles import ShortTile, Tile, has_many_heads
 from prunevit.kernels.triton_long import forward_kernel, received_kernel
 from prunevit.kernels.triton_short import short_kernel
@@ -49,44 +50,11 @@ def triton_attention(
 
     Cost: one launch; `return_received` takes a second one, which computes the scores again.
     """
-    num_rows, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
-    num_images = cu_seqlens.shape[0] - 1
-    plan = _plan(
-        max_seqlen, q.dtype, q.stride(), None if k is None else k.stride(), None if v is None else v.stride(),
-        num_heads, head_dim, softmax_scale, key_weight is not None, soft is not None, exempt_self, softmax_eps,
-        prefix_rows, return_received, has_many_heads(num_images, num_heads), q.get_device(), tile,
+    prepared = prepare(
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
+        return_received, tile, saves,
     )  # fmt: skip
-    out = q.new_empty_strided((num_rows, num_heads, head_dim), (num_heads * head_dim, head_dim, 1))
-    prefix = None
-    if prefix_rows:
-        prefix = _fp32(q, (num_rows, prefix_rows, num_heads), (prefix_rows, 1, num_rows * prefix_rows))
-    saved = None
-    if saves:
-        planes = 2 if softmax_eps else 1
-        saved = _fp32(q, (planes, num_heads, num_rows), (num_heads * num_rows, num_rows, 1))
-    if plan.query_tiles == 0:
-        programs = min(num_images * num_heads, plan.resident)
-        plan.forward(programs, q, cu_seqlens, out, num_rows, num_images, k, v, key_weight, prefix, saved)
-        return out, prefix, None, saved
-
-    segments = num_heads * (num_images + 1)  # of rows: the images and the dead rows
-    stats = None
-    if plan.received is not None:
-        stats = _fp32(q, (3, num_heads, num_rows), (num_heads * num_rows, num_rows, 1))
-    sizes = (num_rows, num_images, plan.query_tiles)
-    plan.forward(
-        segments * plan.query_tiles, q, cu_seqlens, out, *sizes, k, v, key_weight, prefix, soft, stats, saved
-    )
-    if plan.received is None or stats is None:
-        return out, prefix, None, saved
-    received = _fp32(q, (num_rows, num_heads), (1, num_rows))
-    sizes = (num_rows, num_images, plan.key_tiles)
-    plan.received(segments * plan.key_tiles, q, cu_seqlens, stats, received, *sizes, k, key_weight, soft)
-    return out, prefix, received, saved
-
-
-def _fp32(q: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    return q.new_empty_strided(shape, stride, dtype=torch.float32)
+    return prepared(q.shape[0], q, k, v, cu_seqlens, key_weight, soft)
 
 
 class _Plan(NamedTuple):
@@ -99,33 +67,185 @@ class _Plan(NamedTuple):
     key_tiles: int = 0  # of `received_kernel`
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
+class PreparedAttention:
+    """What calls have in common that differ in nothing but their number of rows, addresses and contents.
+
+    It keeps what `Bound` compiled, or found compiled, for addresses that are multiples of 16, and starts it directly:
+    `Bound` would look at each argument anew.
+    """
+
+    def __init__(
+        self,
+        plan: _Plan,
+        num_images: int,
+        num_heads: int,
+        head_dim: int,
+        prefix_rows: int,
+        planes: int,
+        is_bare: bool,
+        device: int,
+    ) -> None:
+        """Prepare a call.
+
+        Args:
+            plan: The kernels.
+            num_images: Images of the batch.
+            num_heads: Heads.
+            head_dim: Head size.
+            prefix_rows: How many rows of an image report whom they attend to.
+            planes: How many [H, T] are saved for the backward.
+            is_bare: Whether the kernel takes no tensors but packed rows, bounds and `out`.
+            device: Index of the device.
+        """
+        self.plan, self.prefix_rows, self.planes, self.device = plan, prefix_rows, planes, device
+        self.num_images, self.num_heads, self.head_dim = num_images, num_heads, head_dim
+        self.out_stride = (num_heads * head_dim, head_dim, 1)
+        self.segments = num_heads * (num_images + 1)  # of rows: the images and the dead rows
+        self.is_short = plan.query_tiles == 0
+        self.sizes: tuple[int, ...] = (num_images,) if self.is_short else (num_images, plan.query_tiles)
+        self.programs = self.segments * plan.query_tiles
+        if self.is_short:
+            self.programs = min(num_images * num_heads, plan.resident)
+        self.absent = (None,) * (5 if self.is_short else 7) if is_bare else None
+        self.start: Start | None = None
+
+    def __call__(
+        self,
+        num_rows: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cu_seqlens: Tensor,
+        key_weight: Tensor | None,
+        soft: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return what `triton_attention` does. Eager calls pay for each line."""
+        out = q.new_empty_strided((num_rows, self.num_heads, self.head_dim), self.out_stride)
+        address, address_cu, address_out = q.data_ptr(), cu_seqlens.data_ptr(), out.data_ptr()
+        low_bits = address | address_cu | address_out
+        prefix = stats = saved = None
+        others: tuple[Tensor | None, ...] | None = self.absent  # the tensors behind the integers
+        addresses: Sequence[int | None] | None = self.absent
+        if others is None or addresses is None:
+            prefix, stats, saved = self._allocate(q, num_rows)
+            others = (k, v, key_weight, prefix, soft, stats, saved)
+            if self.is_short:
+                others = (k, v, key_weight, prefix, saved)
+            addresses = []
+            for x in others:
+                other = 0 if x is None else x.data_ptr()
+                low_bits |= other
+                addresses.append(other)
+        is_usual = low_bits % 16 == 0 and num_rows < 2**31
+        if is_usual and self.start is not None and is_direct(self.device):
+            values = (address, address_cu, address_out, num_rows, *self.sizes, *addresses)
+            self.start(self.programs, values)
+        else:
+            start = self.plan.forward(self.programs, q, cu_seqlens, out, num_rows, *self.sizes, *others)
+            self.start = start if is_usual else self.start
+        if self.plan.received is None:
+            return out, prefix, None, saved
+        received = _fp32(q, (num_rows, self.num_heads), (1, num_rows))
+        sizes = (num_rows, self.num_images, self.plan.key_tiles)
+        self.plan.received(
+            self.segments * sizes[2], q, cu_seqlens, stats, received, *sizes, k, key_weight, soft
+        )
+        return out, prefix, received, saved
+
+    def _allocate(self, q: Tensor, num_rows: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the reported probabilities, what `received_kernel` reads, and what the backward takes."""
+        prefix = stats = saved = None
+        plane = (self.num_heads * num_rows, num_rows, 1)
+        if self.prefix_rows:
+            shape = (num_rows, self.prefix_rows, self.num_heads)
+            prefix = _fp32(q, shape, (self.prefix_rows, 1, num_rows * self.prefix_rows))
+        if self.plan.received is not None:
+            stats = _fp32(q, (3, self.num_heads, num_rows), plane)
+        if self.planes:
+            saved = _fp32(q, (self.planes, self.num_heads, num_rows), plane)
+        return prefix, stats, saved
+
+
+def _fp32(q: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    return q.new_empty_strided(shape, stride, dtype=torch.float32)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens: Tensor,
     max_seqlen: int,
-    dtype: torch.dtype,
+    softmax_scale: float,
+    key_weight: Tensor | None,
+    soft: Tensor | None,
+    exempt_self: bool,
+    softmax_eps: float,
+    prefix_rows: int,
+    return_received: bool,
+    tile: Tile | None = None,
+    saves: bool = False,
+) -> PreparedAttention:
+    """Decide all of a `triton_attention` that hangs neither on the number of rows nor on addresses and contents."""
+    dtypes = (q.dtype, None if key_weight is None else key_weight.dtype, None if soft is None else soft.dtype)
+    return _prepare(
+        cu_seqlens.shape[0] - 1, max_seqlen, dtypes, q.stride(), None if k is None else k.stride(),
+        None if v is None else v.stride(), q.shape[-2], q.shape[-1], softmax_scale, exempt_self, softmax_eps,
+        prefix_rows, return_received, q.get_device(), tile, saves,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    num_images: int,
+    max_seqlen: int,
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype | None],
     q_stride: tuple[int, ...],
     k_stride: tuple[int, ...] | None,
     v_stride: tuple[int, ...] | None,
     num_heads: int,
     head_dim: int,
     softmax_scale: float,
-    has_key_weight: bool,
-    has_soft: bool,
     exempt_self: bool,
     softmax_eps: float,
     prefix_rows: int,
     return_received: bool,
-    many_heads: bool,
     device: int,
     tile: Tile | None,
-) -> _Plan:
+    saves: bool,
+) -> PreparedAttention:
+    dtype, has_key_weight, has_soft = dtypes[0], dtypes[1] is not None, dtypes[2] is not None
     infers = not (has_soft or softmax_eps or return_received)
+    many_heads = has_many_heads(num_images, num_heads)
     tile = tile or find_tile(max_seqlen, num_heads, head_dim, dtype, infers, prefix_rows, many_heads, device)
+    plan = _plan(
+        tile, max_seqlen, dtype, layout(q_stride, k_stride, v_stride), num_heads, head_dim, softmax_scale,
+        exempt_self and has_soft, softmax_eps, prefix_rows, return_received, device,
+    )  # fmt: skip
+    planes = 0 if not saves else 2 if softmax_eps else 1
+    is_bare = k_stride is None and not (has_key_weight or has_soft or prefix_rows or return_received or saves)
+    return PreparedAttention(plan, num_images, num_heads, head_dim, prefix_rows, planes, is_bare, device)
+
+
+def _plan(
+    tile: Tile,
+    max_seqlen: int,
+    dtype: torch.dtype,
+    strides: dict[str, int],
+    num_heads: int,
+    head_dim: int,
+    softmax_scale: float,
+    exempt_self: bool,
+    softmax_eps: float,
+    prefix_rows: int,
+    return_received: bool,
+    device: int,
+) -> _Plan:
     # See `triton_parts` about PRE and POST.
     scale = softmax_scale / math.log(2)
     folds = scale > 0
     constants: dict[str, Any] = {
-        **layout(q_stride, k_stride, v_stride),
+        **strides,
         **overlap(device),
         "H": num_heads,
         "D": head_dim,
@@ -147,7 +267,7 @@ def _plan(
     prefix_tiles = triton.cdiv(prefix_rows, _BLOCK_P)
     constants |= {
         "BLOCK_N": tile.block_n,
-        "EXEMPT_SELF": exempt_self and has_soft,
+        "EXEMPT_SELF": exempt_self,
         "EPS": softmax_eps,
         "PREFIX_TILES": prefix_tiles,
         "BLOCK_P": _BLOCK_P,

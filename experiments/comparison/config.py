@@ -1,9 +1,14 @@
-# ruff: noqa: RUF009 (`key` returns dataclass fields)
-"""The keys of `prunevit compare`."""
+# ruff: noqa: RUF009 (`key` and `group` return dataclass fields)
+"""The keys of `prunevit compare`, `report` and `show`."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from prunevit.experiments.config import MeasureConfig, key
+from prunevit.experiments.comparison.series import DEVIATIONS, METRICS
+from prunevit.experiments.compose import group_names, nearest
+from prunevit.experiments.config import MeasureConfig, ModelConfig, VerbConfig, group, key
 
 BASELINES = ("resize", "model")
 POLICIES = ["evit", "topk", "random", "fixed_rate", "dpc_knn"]  # those that a keep rate makes comparable
@@ -34,6 +39,12 @@ class CompareConfig(MeasureConfig):
     def problems(self) -> list[str]:
         """Say what contradicts itself, a line each."""
         lines = super().problems()
+        known = group_names("policy")
+        lines += [
+            f"policies: unknown name, got {each}; {nearest(each, known)}"
+            for each in self.policies
+            if each not in known and ":" not in each
+        ]
         for name in ("policies", "keep_rates", "gmacs", "seeds", "baselines"):
             values = getattr(self, name) or []
             if getattr(self, name) == [] and name not in ("policies", "baselines"):
@@ -54,4 +65,55 @@ class CompareConfig(MeasureConfig):
             lines.append("seeds: belongs to policies; in a file of rows write seed into each row")
         if self.rows is None and not self.policies:
             lines.append("policies: must name at least one policy, got none; or give rows=FILE")
+        return lines
+
+
+@dataclass
+class ReportConfig(VerbConfig):
+    """The keys of `prunevit report`."""
+
+    runs: list[str] = key([], "folders that evaluate or compare wrote")
+    output: str | None = key(
+        None, "the HTML file, replaced if it is there; null: report.html in the folder, of several: here"
+    )
+    metric: str = key("top1", "what the accuracy charts show", choices=tuple(METRICS))
+    deviation: str = key("logit_kl", "what the chart of logits shows", choices=tuple(DEVIATIONS))
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the paths, a line each."""
+        lines = []
+        if not self.runs:
+            lines.append("runs: must name at least one folder of results, got none")
+        if self.output is not None and Path(self.output).suffix != ".html":
+            lines.append(f"output: must end in .html, got {self.output}")
+        return lines
+
+    @property
+    def page(self) -> Path:
+        """The HTML file."""
+        return Path(self.output or (Path(self.runs[0]) if len(self.runs) == 1 else Path()) / "report.html")
+
+
+@dataclass
+class ShowConfig(VerbConfig):
+    """The keys of `prunevit show`."""
+
+    image: str = key("", "the photo; the folder that it stands in is its label if the model has such a class")
+    output: str = key("kept.png", "the PNG file to write; one that is there is replaced")
+    model: ModelConfig = group(ModelConfig, "a file of configs/model, or a timm architecture")
+    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
+    weights: str | None = key(
+        None, "weights file of the model: safetensors, or a torch pickle of tensors only"
+    )
+    seed: int = key(0, "seed of a policy that draws", low=0, high=2**32 - 1)
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the files, a line each."""
+        lines = []
+        if not os.path.isfile(self.image):
+            lines.append(f"image: must be a photo, got {self.image or 'none'}")
+        elif os.path.exists(self.output) and os.path.samefile(self.image, self.output):
+            lines.append(f"output: must be another file than the photo, got {self.output}")
+        if Path(self.output).suffix.lower() != ".png":
+            lines.append(f"output: must end in .png, got {self.output}")
         return lines

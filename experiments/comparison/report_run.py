@@ -1,43 +1,15 @@
-# ruff: noqa: RUF009 (`key` returns dataclass fields)
 """`prunevit report`: results on disk made into a page, a table and figures, without a GPU or the data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from prunevit.experiments.comparison.config import ReportConfig
 from prunevit.experiments.comparison.figures import figures
 from prunevit.experiments.comparison.page import render_page
 from prunevit.experiments.comparison.saved import by_data, read_runs
-from prunevit.experiments.comparison.series import DEVIATIONS, METRICS
 from prunevit.experiments.comparison.tables import latex
-from prunevit.experiments.config import InputError, VerbConfig, key
+from prunevit.experiments.config import InputError
 from prunevit.experiments.report import replace_files
-
-
-@dataclass
-class ReportConfig(VerbConfig):
-    """The keys of `prunevit report`."""
-
-    runs: list[str] = key([], "folders that evaluate or compare wrote")
-    output: str | None = key(
-        None, "the HTML file, replaced if it is there; null: report.html in the folder, of several: here"
-    )
-    metric: str = key("top1", "what the accuracy charts show", choices=tuple(METRICS))
-    deviation: str = key("logit_kl", "what the chart of logits shows", choices=tuple(DEVIATIONS))
-
-    def problems(self) -> list[str]:
-        """Say what is wrong with the paths, a line each."""
-        lines = []
-        if not self.runs:
-            lines.append("runs: must name at least one folder of results, got none")
-        if self.output is not None and Path(self.output).suffix != ".html":
-            lines.append(f"output: must end in .html, got {self.output}")
-        return lines
-
-    @property
-    def page(self) -> Path:
-        """The HTML file."""
-        return Path(self.output or (Path(self.runs[0]) if len(self.runs) == 1 else Path()) / "report.html")
 
 
 def run(config: ReportConfig) -> list[Path]:

@@ -22,7 +22,7 @@ class Run:
         folder: Its folder, as it was given.
         environment: Machine, versions and command.
         config: Its configuration.
-        rows: `COLUMNS` and more; `name` is unique over all runs that were read together, `run` says the folder.
+        rows: `COLUMNS` and more; `name` is unique over all runs that were read together, `run` names the folder.
         pairs: Paired differences of two rows, or of a row and `UNPRUNED`: `a`, `b`, `difference` of a minus b, `low`,
             `high`, `p`, `verdict`.
         seeds: Rows that differ only by their seed: `rows` (names), `top1_mean`, `top1_std`.
@@ -58,6 +58,8 @@ class Measured:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read result folders. A row name that stands in several runs gets its folder's name behind it.
 
+    That name is as short as tells the folders apart.
+
     Args:
         folders: What `prunevit evaluate` or `prunevit compare` wrote, each once.
 
@@ -79,7 +81,20 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         raise InputError(*problems)
     names = [row["name"] for run in runs for row in run.rows]
     twice = {name for name in names if names.count(name) > 1}
-    return [_renamed(run, {name: f"{name} ({run.folder})" for name in twice}) for run in runs]
+    return [
+        _renamed(replace(run, rows=[{**row, "run": label} for row in run.rows]), label, twice)
+        for run, label in zip(runs, _labels([run.folder for run in runs]))
+    ]
+
+
+def _labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, with as many of the folders above as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        labels = ["/".join(each[-length:]) for each in parts]
+        if len({*labels}) == len(labels):
+            break
+    return labels
 
 
 def by_data(runs: Sequence[Run]) -> list[Measured]:
@@ -130,7 +145,7 @@ def _read(folder: Path) -> Run:
             f"something else as {wrong}; repeat the run"
         )
     environment, config, rows = (content[name] for name in ("environment", "config", "rows"))
-    complete = [{**_complete(row, config), "run": str(folder)} for row in rows]
+    complete = [_complete(row, config) for row in rows]
     pairs = [*_unpruned_pairs(complete), *(content.get("pairs") or [])]
     run = Run(folder, environment, config, complete, pairs, content.get("seeds") or [])
     if lacking := [name for row in run.rows if not row["error"] for name in COLUMNS if name not in row]:
@@ -171,7 +186,8 @@ def _complete(row: Row, config: Row) -> Row:
     return figures | more | row
 
 
-def _renamed(run: Run, names: dict[str, str]) -> Run:
+def _renamed(run: Run, label: str, twice: set[str]) -> Run:
+    names = {name: f"{name} ({label})" for name in twice}
     rows = [{**row, "name": names.get(row["name"], row["name"])} for row in run.rows]
     pairs = [{**pair, **{end: names.get(pair[end], pair[end]) for end in ("a", "b")}} for pair in run.pairs]
     seeds = [{**group, "rows": [names.get(each, each) for each in group["rows"]]} for group in run.seeds]

@@ -1,6 +1,7 @@
 """The table of a comparison on the screen."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from rich.console import Console
@@ -49,12 +50,20 @@ def print_comparison(
         table.caption = "speeds on a CPU are not representative"
     console.print(table)
     for group in seeds:
-        names = ", ".join(group["rows"])
-        said = f"{names}: top-1 {group['top1_mean']:.2f} +- {group['top1_std']:.2f} % over the seeds"
+        said = f"top-1 {group['top1_mean']:.2f} +- {group['top1_std']:.2f} % over {len(group['rows'])} seeds"
+        said = f"{_in_common(group['rows'])}: {said}"
         console.print(said, soft_wrap=True, highlight=False, markup=False)
     for name, said in LEFT_OUT.items():
         if first[name]:
             console.print(f"{said}: {first[name]}", highlight=False)
+
+
+def _in_common(names: Sequence[str]) -> str:
+    """The words with which all names begin; where there are none, the first name and how many follow."""
+    words = [
+        each[0] for each in takewhile(lambda each: len({*each}) == 1, zip(*(name.split() for name in names)))
+    ]
+    return " ".join(words) or f"{names[0]} and {len(names) - 1} more"
 
 
 def _cells(row: Row, timed: bool) -> list[str]:

@@ -1,12 +1,9 @@
 """The models of a comparison: those with the same weights exist once."""
 
-import inspect
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from timm.data import resolve_model_data_config
@@ -17,7 +14,7 @@ from prunevit.experiments.comparison.config import CompareConfig
 from prunevit.experiments.config import InputError, ModelConfig
 from prunevit.experiments.contender import Contender, RowSpec
 from prunevit.experiments.evaluation import build_contender
-from prunevit.experiments.fingerprint import weights_fingerprint
+from prunevit.experiments.fingerprint import code_fingerprint, weights_fingerprint
 from prunevit.experiments.models import build_model
 from prunevit.experiments.report import origin
 from prunevit.experiments.weights import read_weights
@@ -108,7 +105,8 @@ def set_keys(contenders: Sequence[Contender], config: CompareConfig, data: dict[
         ]
         asked = {name: value for name, value in asdict(each.spec).items() if name != "name"}
         knob = each.pruned.policies[0].knob_value  # where a cost was asked for, photos have decided it
-        said = json.dumps([run, weights, asked, knob, _code(each)], default=str)
+        code = code_fingerprint(each.pruned.policies[0])  # type: ignore[arg-type]
+        said = json.dumps([run, weights, asked, knob, code], default=str)
         each.key = sha256(said.encode()).hexdigest()
 
 
@@ -127,17 +125,3 @@ def _views(contenders: Sequence[Contender]) -> list[Any]:
 
 def _wish(model: Any) -> dict[str, Any]:
     return resolve_model_data_config(model, args={"input_size": (3, *model.patch_embed.img_size)})
-
-
-def _code(each: Contender) -> str:
-    """A hash of the files of the policy and its bases, and of those beside them in their packages."""
-    files: set[Path] = set()
-    for base in type(each.pruned.policies[0]).__mro__:
-        if base is not object and base.__module__.partition(".")[0] != "torch":
-            file = Path(inspect.getsourcefile(base) or "")
-            package = getattr(sys.modules.get(base.__module__), "__package__", "")
-            files.update(file.parent.glob("*.py") if package else [file])
-    digest = sha256()
-    for file in sorted(each for each in files if each.is_file()):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

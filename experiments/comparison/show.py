@@ -1,46 +1,19 @@
-# ruff: noqa: RUF009 (`key` and `group` return dataclass fields)
 """`prunevit show`: one photo, and what a policy keeps of it at each stage."""
 
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from prunevit.experiments.comparison.config import ShowConfig
 from prunevit.experiments.comparison.pictures import class_titles, draw, look, prediction, save
-from prunevit.experiments.config import InputError, ModelConfig, VerbConfig, group, key
+from prunevit.experiments.config import InputError
 from prunevit.experiments.data import Batch, evaluation_transform
 from prunevit.experiments.images import ImageError, read_image
 from prunevit.experiments.labels import class_names
 from prunevit.experiments.models import build_model, check_fit, prune_model
 from prunevit.experiments.policy_spec import build_policy, policy_errors
 from prunevit.experiments.weights import load_policies, read_weights
-
-
-@dataclass
-class ShowConfig(VerbConfig):
-    """The keys of `prunevit show`."""
-
-    image: str = key("", "the photo; the folder that it stands in is its label if the model has such a class")
-    output: str = key("kept.png", "the PNG file to write; one that is there is replaced")
-    model: ModelConfig = group(ModelConfig, "a file of configs/model, or a timm architecture")
-    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
-    weights: str | None = key(
-        None, "weights file of the model: safetensors, or a torch pickle of tensors only"
-    )
-    seed: int = key(0, "seed of a policy that draws", low=0, high=2**32 - 1)
-
-    def problems(self) -> list[str]:
-        """Say what is wrong with the files, a line each."""
-        lines = []
-        if not os.path.isfile(self.image):
-            lines.append(f"image: must be a photo, got {self.image or 'none'}")
-        elif os.path.exists(self.output) and os.path.samefile(self.image, self.output):
-            lines.append(f"output: must be another file than the photo, got {self.output}")
-        if Path(self.output).suffix.lower() != ".png":
-            lines.append(f"output: must end in .png, got {self.output}")
-        return lines
 
 
 def run(config: ShowConfig) -> Path:

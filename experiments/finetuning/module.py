@@ -21,7 +21,7 @@ from prunevit.experiments.finetuning.objective import Objective
 from prunevit.experiments.finetuning.optimisation import Schedule, make_optimizer
 from prunevit.experiments.finetuning.plan import BatchPlan, Length
 from prunevit.experiments.finetuning.seeding import Purpose, seed_draws
-from prunevit.experiments.fingerprint import weights_fingerprint
+from prunevit.experiments.fingerprint import code_fingerprint, weights_fingerprint
 from prunevit.experiments.metrics import Accuracy, Average
 from prunevit.trace import Trace
 from prunevit.vit import RaggedViT
@@ -75,6 +75,9 @@ class FinetuneModule(LightningModule):
         pruned.set_grad_checkpointing(config.grad_checkpointing)
         self.val: dict[str, float] = {}
         self.begun_with = {"weights": weights_fingerprint(teacher), "training images": data.fingerprint()}
+        if user := [each for each in pruned.policies if ":" in config.policy["name"]]:
+            codes = [code_fingerprint(each, shipped=False) for each in user]  # type: ignore[arg-type]
+            self.begun_with["policy's files"] = " ".join(codes)
 
     @property
     def result(self) -> RaggedViT:
@@ -192,7 +195,9 @@ class FinetuneModule(LightningModule):
             InputError: If the files behind the same keys are others than when the run began.
         """
         earlier = checkpoint[OURS].get("begun_with", self.begun_with)
-        if changed := [name for name, digest in self.begun_with.items() if earlier[name] != digest]:
+        if changed := [
+            name for name, digest in self.begun_with.items() if earlier.get(name, digest) != digest
+        ]:
             raise InputError(
                 f"ckpt_path: the {changed[0]} must be the ones that the run began with, got others under the same "
                 "name; put them back, or start anew from weights="

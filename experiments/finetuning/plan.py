@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.utils.data import Sampler
 
+from prunevit.experiments.compose import group_names, read_yaml
 from prunevit.experiments.config import InputError
 from prunevit.experiments.finetuning.config import FinetuneConfig
 from prunevit.experiments.finetuning.seeding import Purpose
@@ -49,9 +50,24 @@ def length_of(config: FinetuneConfig, images: int) -> Length:
         InputError: If they do not make one batch.
     """
     if images < config.batch_size:
-        raise InputError(f"batch_size: must be at most the {images} training images, got {config.batch_size}")
+        raise InputError(
+            f"batch_size: must be at most the {images} training images, got {config.batch_size}{_advice(config)}"
+        )
     steps = config.max_steps or config.max_epochs * (images // config.batch_size)
     return Length(images, config.batch_size, steps)
+
+
+def _advice(config: FinetuneConfig) -> str:
+    """What to do about a batch that is the recipe's."""
+    name = config.recipe.name
+    shipped = read_yaml(f"recipe/{name}.yaml") if name in group_names("recipe") else {}
+    if shipped.get("batch_size") != config.batch_size:
+        return ""
+    scaled = ", lr is scaled with it" if config.lr_base_size else " and lr"
+    return (
+        f" from recipe {name}, which is for larger data; set batch_size{scaled}; or take its policy alone: "
+        f"recipe=sample policy={config.policy['name']}"
+    )
 
 
 class BatchPlan(Sampler[list[Draw]]):

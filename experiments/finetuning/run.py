@@ -25,17 +25,17 @@ from prunevit.experiments.finetuning.checkpoints import (
 )
 from prunevit.experiments.finetuning.config import FinetuneConfig
 from prunevit.experiments.finetuning.data import load_training_data
-from prunevit.experiments.finetuning.module import FinetuneModule
+from prunevit.experiments.finetuning.module import Diverged, FinetuneModule
 from prunevit.experiments.finetuning.monitor import CURVE, Bar, Curve, Monitor
 from prunevit.experiments.finetuning.plan import length_of
 from prunevit.experiments.finetuning.student import build, with_knob
 from prunevit.experiments.finetuning.weights_file import describe, write_weights
 from prunevit.experiments.finetuning.words import introduction, summary
 from prunevit.experiments.journal import LOCK, locked
-from prunevit.experiments.ranks import is_first_process
+from prunevit.experiments.ranks import is_first_process, world_size
 from prunevit.experiments.report import choose_output_dir
 from prunevit.experiments.tracking import tracked
-from prunevit.experiments.trainer import make_trainer, run_quietly, world_size
+from prunevit.experiments.trainer import make_trainer, run_quietly
 
 FILES = (CURVE, LAST, BEST, FINAL)
 # The teacher's and the average's places say nothing about mistakes.
@@ -57,9 +57,9 @@ def run(config: FinetuneConfig) -> None:
     seed_everything(config.seed, workers=True, verbose=False)
     pruned = build(config)
     data = load_training_data(config, pruned.model)
-    if world_size(config) > data.held_out.size:
+    if world_size(config.devices) > data.held_out.size:
         raise InputError(
-            f"devices: must be at most the {data.held_out.size} held-out images, got {world_size(config)}"
+            f"devices: must be at most the {data.held_out.size} held-out images, got {world_size(config.devices)}"
         )
     length = length_of(config, len(data.training))
     module = FinetuneModule(pruned, data, config, length)
@@ -69,6 +69,10 @@ def run(config: FinetuneConfig) -> None:
             print(introduction(config, length, resumption))
         try:
             run_quietly(partial(_fit, module, config, folder, resumption), EXPECTED)
+        except Diverged as error:
+            if (folder / CURVE).exists():
+                raise InputError(f"{error}; {folder / CURVE} holds the steps before") from error
+            raise
         except KeyboardInterrupt:
             if (folder / LAST).exists():
                 raise KeyboardInterrupt(
@@ -108,7 +112,7 @@ def _fit(module: FinetuneModule, config: FinetuneConfig, folder: Path, resumptio
         callbacks=[monitor, Checkpoints(folder, every, validates, write)],
         plugins=[AtomicIO()],
         logger=[Curve(folder / CURVE, resumption.step if resumption else None), *_wandb(config)],
-        strategy="ddp" if world_size(config) > 1 else "auto",
+        strategy="ddp" if world_size(config.devices) > 1 else "auto",
         enable_checkpointing=True,
         max_epochs=1,  # of Lightning: all ours are one pass over the plan
         max_steps=length.steps,

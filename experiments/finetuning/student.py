@@ -66,7 +66,7 @@ def _check_recipe(config: FinetuneConfig, pruned: RaggedViT) -> None:
         wanted = ", ".join(map(str, recipe.widths))
         problems.append(
             f"recipe: {recipe.name} is for models of {wanted} channels, got {config.model.name} with {width}; "
-            "set recipe.widths=[] to use it all the same"
+            "choose another recipe, or set recipe.widths=[] and its lr, drop_path and weight_decay for your model"
         )
     if recipe.learnable and not learnable:
         problems.append(

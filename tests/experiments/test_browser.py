@@ -153,6 +153,27 @@ def test_both_colour_schemes_at_both_widths(browser: Browser, page: Path, width:
     assert seen["dark"] == ("rgb(22, 24, 27)", "rgb(232, 232, 232)", "#e8e8e8")
 
 
+@pytest.mark.parametrize("width", [1280, 400])
+def test_several_runs_leave_room_for_titles(browser: Browser, tmp_path: Path, width: int) -> None:
+    parents = [tmp_path / f"a_long_name_of_a_folder_{number}" for number in range(2)]
+    folders = [write_run(parents[0] / name, two_policies()) for name in ("2026-12-01_02-14-15", "second")]
+    folders.append(write_run(parents[1] / "second", two_policies()))
+    browser.open(write_report(folders, tmp_path / "page.html")[0], width=width)
+    cut = browser.ask(
+        "[...document.querySelectorAll('.xtitle, .ytitle')].filter(title => {"
+        " const [own, box] = [title, title.closest('.js-plotly-plot')].map(each => each.getBoundingClientRect());"
+        " return Math.min(own.top - box.top, box.bottom - own.bottom, own.left - box.left, box.right - own.right) < -1;"
+        " }).map(title => title.textContent)"
+    )
+    assert cut == []
+    labels = browser.ask(
+        "[...document.querySelectorAll('#chart-0-of-0 .legendtext')].map(text => text.textContent)"
+    )
+    runs = ("0/2026-12-01_02-14-15", "0/second", "1/second")
+    expected = {f"{name} (a_long_name_of_a_folder_{run})" for name in ("evit", "tome") for run in runs}
+    assert {*labels} == {*expected, "unpruned", "Pareto front"}
+
+
 def test_a_change_of_scheme_is_followed(browser: Browser, page: Path) -> None:
     browser.open(page, "light")
     browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])

@@ -43,7 +43,7 @@ def test_a_misfit_is_told_before_weights_are_fetched(
     ("name", "classes", "message"),
     [
         ("vit_tiny_patch16_224", None, 'must be classes of the model, got "a"'),
-        ("vit_tiny_patch16_224", 4, "a class folder for each of the 4 classes of the head, got 3"),
+        ("vit_tiny_patch16_224", 4, "for each of the 4 classes of the head, got 3"),
         ("vit_tiny_patch16_224.augreg_in21k", None, 'must be classes of the model, got "a"'),
         ("test_vit", 3, None),
         ("sample", None, None),

@@ -213,7 +213,10 @@ def spoil(kind: str, root: Path) -> list[str]:
         ("zero bytes", "b/0.png: not a readable image"),
         ("empty", "data: no images found in"),
         ("unknown class", 'data.root: class folders must be classes of the model, got "a"'),
-        ("classes", "data.root: must have a class folder for each of the 4 classes of the head, got 3"),
+        (
+            "classes",
+            "data.root: must have a class folder with images for each of the 4 classes of the head, got 3",
+        ),
         ("other architecture", "w.pth must fit test_vit, got"),
         ("pickle", "w.pth"),
     ],

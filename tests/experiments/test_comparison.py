@@ -82,7 +82,9 @@ def test_rows_are_those_of_evaluate_and_each_image_is_read_once(
     assert not (tmp_path / "out" / journal.FOLDER).exists()
 
 
-def test_policies_times_rates_times_seeds(folders: Folders, weights: Path, tmp_path: Path) -> None:
+def test_policies_times_rates_times_seeds(
+    folders: Folders, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["policies=[random,fixed_rate]", "keep_rates=[0.5,0.3]", "seeds=[0,1]", f"weights={weights}"]
     assert compare(folders(a=3, b=3, c=3), tmp_path / "out", *words, "model.img_size=192") == 2
     words += ["timing_s=0.01", "model=vit_tiny_patch16_224", "model.img_size=64", "model.pretrained=false"]
@@ -97,6 +99,9 @@ def test_policies_times_rates_times_seeds(folders: Folders, weights: Path, tmp_p
         [f"random keep_rate={rate} seed={seed}" for seed in (0, 1)] for rate in (0.5, 0.3)
     ]
     assert len(found["pairs"]) == 15
+    told = [line for line in capsys.readouterr().out.splitlines() if "seeds" in line]
+    assert [line.partition(":")[0] for line in told] == [f"random keep_rate={rate}" for rate in (0.5, 0.3)]
+    assert all(line.endswith(" % over 2 seeds") and len(line) < 80 for line in told)
     for row in found["rows"]:
         assert row["images_per_s"] > 0
         assert row["dense_latency_ms"] == found["rows"][0]["dense_latency_ms"]  # timed once
@@ -249,7 +254,7 @@ def test_equal_cost(folders: Folders, tmp_path: Path) -> None:
             "keep_rates: tome has no keep_rate, its knob is r; use gmacs=[...], or rows=FILE",
         ),
         (["policies=[none]"], "keep_rates: none has no keep_rate, it has no knob"),
-        (["policies=[evti]"], 'got "evti"; try "evit"'),
+        (["policies=[evti]"], "policies: unknown name, got evti; the nearest is evit"),
         (["policies=[evit]", "keep_rates=[1.5]"], "keep_rate must be in (0, 1], got 1.5"),
         (["keep_rates=[0.5]", "gmacs=[1.0]"], "gmacs: sets the knob of each policy itself"),
         (["baselines=[shrink]"], "baselines: must be one of resize, model, got shrink"),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import wandb
 from wandb_records import records, updates
 
 from prunevit import prune
@@ -168,6 +167,7 @@ def test_real_labels(evaluate: Evaluate, tmp_path: Path, folders: Folders) -> No
 def test_wandb_offline_records_the_row(
     folders: Folders, evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     words = ["logger=wandb", "logger.mode=offline"]

@@ -11,6 +11,7 @@ import torch
 from finetuning_runs import config, curve, finetune, losses, photos
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from wandb_records import history, records, updates
 
 from prunevit.experiments.cli import main
 from prunevit.experiments.compose import compose, group_names, read_yaml
@@ -232,8 +233,6 @@ def test_weights_of_another_policy(root: Path, tmp_path: Path, capsys: pytest.Ca
 
 def test_wandb_offline_records_the_curve(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
-    from wandb_records import history, records, updates
-
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert finetune(root, tmp_path / "out", "max_steps=3", "logger=wandb", "logger.mode=offline") == 0

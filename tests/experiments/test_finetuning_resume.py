@@ -138,6 +138,36 @@ def test_only_the_same_run_goes_on(root: Path, tmp_path: Path, capsys: pytest.Ca
     assert "already holds results" in capsys.readouterr().err
 
 
+BASE = """
+from prunevit.policies import TopK
+
+class Base(TopK):
+    share = {share}
+"""
+DERIVED = """
+from resumed_base import Base
+
+class Derived(Base):
+    pass
+"""
+
+
+def test_a_base_class_of_the_policy_in_another_file_counts(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "resumed_base.py").write_text(BASE.format(share=1))
+    (tmp_path / "resumed_policy.py").write_text(DERIVED)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["policy=resumed_policy:Derived", "policy.keep_rate=0.5", "max_steps=2"]
+    assert finetune(root, tmp_path / "out", *words) == 0
+    assert finetune(root, tmp_path / "out", *words, "ckpt_path=last") == 0
+    capsys.readouterr()
+    (tmp_path / "resumed_base.py").write_text(BASE.format(share=2))
+    assert finetune(root, tmp_path / "out", *words, "ckpt_path=last") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the policy's files must be the ones that the run began with" in line
+
+
 def test_the_newest_of_several_runs_goes_on(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

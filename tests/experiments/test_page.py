@@ -140,10 +140,16 @@ def test_one_name_in_two_runs_gets_the_folder_behind_it(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, two_policies()[:2]) for name in ("A", "B")]
     (measured,) = by_data(read_runs(folders))
     assert [row["name"] for row in measured.rows] == [
-        f"evit keep_rate={rate} ({folder})" for folder in folders for rate in (0.7, 0.5)
+        f"evit keep_rate={rate} ({folder.name})" for folder in folders for rate in (0.7, 0.5)
     ]
     between = [pair for pair in measured.pairs if pair["b"] != UNPRUNED]
-    assert [pair["a"] for pair in between] == [f"evit keep_rate=0.7 ({folder})" for folder in folders]
+    assert [pair["a"] for pair in between] == [f"evit keep_rate=0.7 ({folder.name})" for folder in folders]
+
+
+def test_folders_of_one_name_are_told_apart_by_those_above(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / where / "out", two_policies()[:1]) for where in ("x/1", "y/1", "y/2")]
+    names = [row["name"] for run in read_runs(folders) for row in run.rows]
+    assert names == [f"evit keep_rate=0.7 ({where}/out)" for where in ("x/1", "y/1", "y/2")]
 
 
 def test_a_row_that_failed_is_told_and_in_no_chart(tmp_path: Path) -> None:

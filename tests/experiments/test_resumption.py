@@ -130,6 +130,28 @@ def test_two_processes_give_the_rows_of_one(
     assert all((once[name] == again[name]).all() for name in once)
 
 
+def test_a_row_is_measured_anew_once_a_base_class_of_its_policy_has_changed(
+    rows_file: Rows, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "compared_base.py").write_text(FLAKY)
+    (tmp_path / "compared.py").write_text("from compared_base import Flaky\n\nclass Derived(Flaky):\n    pass\n")
+    row = "policy: {name: 'compared:Derived'}"
+    words = [*MODEL, "data=sample200", f"weights={weights}", f"rows={rows_file(row, EVIT)}"]
+    config = compose("compare", CompareConfig, words)
+    contenders, _ = build_contenders(plan_rows(config), config)
+
+    def keys() -> list[str]:
+        set_keys(contenders, config, {"sha256": "x"})
+        return [each.key for each in contenders]
+
+    derived, evit = keys()
+    (tmp_path / "compared_base.py").write_text(FLAKY + "# another line\n")
+    changed, same = keys()
+    assert changed != derived
+    assert same == evit
+
+
 def test_rows_of_the_same_weights_share_them_and_have_keys_of_their_own(
     rows_file: Rows, weights: Path
 ) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 from wandb_records import all_records, history, records, updates
 
 from prunevit.experiments.cli import main
@@ -27,17 +25,23 @@ ROW = {
 
 
 @pytest.fixture
-def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    yield tmp_path
-    wandb.teardown()  # it reads the environment once a process
+    return tmp_path
 
 
-def test_offline_records_the_row_and_the_configuration(quiet: Path) -> None:
+@pytest.fixture
+def wandb(quiet: Path) -> Iterator[Any]:
+    module = pytest.importorskip("wandb")
+    yield module
+    module.teardown()  # it reads the environment once a process
+
+
+def test_offline_records_the_row_and_the_configuration(quiet: Path, wandb: Any) -> None:
     logger = LoggerConfig("wandb", mode="offline", project="pruning", group="table", run_name="evit 0.7")
     with tracked(logger, SETTINGS) as rows:
         rows.append(ROW)
@@ -52,7 +56,7 @@ def test_offline_records_the_row_and_the_configuration(quiet: Path) -> None:
     assert end.exit_code == 0
 
 
-def test_a_failed_run_is_finished_as_failed(quiet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_is_finished_as_failed(quiet: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "from-environment")
     with pytest.raises(KeyboardInterrupt), tracked(LoggerConfig("wandb"), SETTINGS):
@@ -64,6 +68,7 @@ def test_a_failed_run_is_finished_as_failed(quiet: Path, monkeypatch: pytest.Mon
     assert (end.exit_code, run.project) == (1, "from-environment")
 
 
+@pytest.mark.usefixtures("wandb")
 def test_online_without_a_key_is_one_line(quiet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(quiet))
     with (
@@ -73,7 +78,8 @@ def test_online_without_a_key_is_one_line(quiet: Path, monkeypatch: pytest.Monke
         pass
 
 
-def test_online_without_a_network_is_one_line(quiet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("wandb")
+def test_online_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
@@ -86,7 +92,7 @@ def test_online_without_a_network_is_one_line(quiet: Path, monkeypatch: pytest.M
 
 
 def test_a_comparison_is_a_run_for_each_row_and_one_for_all(
-    quiet: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    quiet: Path, wandb: Any, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(quiet)
     rows = "{policy: {name: top_p, p: 0.5, layers: [1, 3]}}, {policy: {name: random, layers: [2]}}"
@@ -136,12 +142,13 @@ def _same_row(found: list[Any], row: dict[str, Any]) -> None:
 
 
 def _sweep_commands() -> list[list[str]]:
+    made = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     sweep = read_yaml("sweep.yaml")
     names, choices = zip(*((name, each["values"]) for name, each in sweep["parameters"].items()))
     commands = []
     for values in itertools.product(*choices):
         settings = {name: {"value": value} for name, value in zip(names, values)}
-        words = create_sweep_command_args({"args": settings})["args_no_hyphens"]
+        words = made.create_sweep_command_args({"args": settings})["args_no_hyphens"]
         *command, macro = sweep["command"]
         assert macro == "${args_no_hyphens}"
         commands.append([*command, *words])

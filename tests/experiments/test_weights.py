@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -322,3 +323,77 @@ def test_evaluate_needs_nothing_but_the_file(
     err = capsys.readouterr().err
     assert "holds parameters of a policy, which EViT would lose" in err
     assert err.count("\n") == 1
+
+
+def spoil(kind: str, path: Path) -> Path:
+    """A weights file of test_vit with three classes that is wrong in one way."""
+    state = timm.create_model(NAME, num_classes=3).state_dict()
+    norm = state["norm.weight"]
+    said = {"schema": 1, "recipe": {"name": "evit", "version": 1}}
+    altered: dict[str, dict[str, Tensor]] = {
+        "missing keys": {name: value for name, value in state.items() if "blocks.2" not in name},
+        "extra keys": {**state, "my.key": norm.clone()},
+        "wrong shape": {**state, "norm.weight": norm[:7].clone()},
+        "no grid": {**state, "pos_embed": state["pos_embed"][0].clone()},
+        "integers": {**state, "norm.weight": norm.int()},
+    }
+    texts = {"no JSON": "{no json", "another schema": json.dumps({**said, "schema": 2})}
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "empty":
+        path.touch()
+    else:
+        save_file(altered.get(kind, state), path, {"prunevit": texts[kind]} if kind in texts else None)
+    if kind == "cut off":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif kind == "locked":
+        path.chmod(0)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("folder", "must be a file, got PATH"),
+        ("loop", "must be a file, got PATH"),
+        pytest.param(
+            "locked",
+            "must be readable, got PATH (Permission denied)",
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file"),
+        ),
+        ("empty", "must hold tensors, got PATH, which is empty"),
+        ("cut off", "must be safetensors or a pickle of tensors only, got PATH"),
+        ("missing keys", "PATH must fit test_vit, got 12 missing (blocks.2.norm1.weight, "),
+        ("extra keys", "PATH must fit test_vit, got 1 unknown (my.key)"),
+        ("wrong shape", "PATH must fit test_vit, got norm.weight is [7], not [64]"),
+        ("no grid", "PATH must fit test_vit, got tensors of other shapes"),
+        ("integers", "PATH must fit test_vit, got norm.weight holds torch.int32, not torch.float32"),
+        ("no JSON", "PATH must have JSON under prunevit in its metadata, got other text"),
+        ("another schema", "PATH must be of schema 1, got 2; use the version that wrote it"),
+    ],
+)
+def test_odd_files_are_one_line_and_leave_nothing(
+    kind: str, line: str, tmp_path: Path, folders: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, root = spoil(kind, tmp_path / "odd.safetensors"), folders(a=1, b=1, c=1)
+    words = [f"model={NAME}", "model.num_classes=3", "data=folder", f"data.root={root}", "accelerator=cpu"]
+    words += ["policy.layers=[1]", f"weights={path}", f"output_dir={tmp_path / 'out'}"]
+    for verb in ("evaluate", "finetune"):
+        assert main([verb, *words]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"prunevit: weights: {line.replace('PATH', str(path))}")
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_kind_of_float_and_the_version_of_the_recipe_are_no_matter(tmp_path: Path) -> None:
+    model = random_model()
+    said = {"schema": 1, "recipe": {"name": "evit", "version": 99}, "trained": "fine-tuned"}
+    state = {name: value.double() for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "double.safetensors", {"prunevit": json.dumps(said)})
+    read = read_weights(str(tmp_path / "double.safetensors"))
+    config = ModelConfig(NAME, pretrained=False, num_classes=CLASSES)
+    assert all(
+        torch.equal(p, own) for p, own in zip(build_model(config, read).parameters(), model.parameters())
+    )

@@ -5,8 +5,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-
 
 def records(folder: Path) -> list[Any]:
     """Those of the only run."""
@@ -21,6 +19,8 @@ def all_records(folder: Path) -> list[list[Any]]:
 
 def _read(file: Path) -> list[Any]:
     """A 7-byte header, then blocks of 32 KiB with records of (checksum, length, kind, bytes)."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
     data, place, pieces = file.read_bytes(), 7, b""
     found: list[Any] = []
     while place + 7 <= len(data):

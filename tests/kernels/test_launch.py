@@ -109,7 +109,7 @@ class UnknownLauncher(LauncherOf36):
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give a function that binds `copy_kernel` on an imagined GPU, and record what is compiled and started."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # where CPU tensors are
+    monkeypatch.setattr(launch, "current_device", lambda: -1)  # where CPU tensors are
     driver = SimpleNamespace(get_current_stream=lambda device: 77)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     compiled: list[Any] = []

@@ -48,11 +48,12 @@
     found.sort((one, other) => one.middle - other.middle);
     const shown = found.map((each) => each.low > 0 || each.high < 0);
     const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+    const broken = (text) => text.replaceAll("/", "/<br>").replaceAll(" ", "<br>");
     return [{
       type: "scatter",
       mode: "markers",
       x: found.map((each) => each.middle),
-      y: found.map((each) => escaped(each.name)),
+      y: found.map((each) => (narrow.matches ? broken(escaped(each.name)) : escaped(each.name))),
       error_x: {
         type: "data",
         symmetric: false,
@@ -71,7 +72,8 @@
   const drawDifferences = (section, pairs) => {
     const box = section.querySelector(".difference");
     const data = differences(pairs, section.querySelector(".reference").value);
-    box.style.height = `${5 + 1.6 * data[0].y.length}rem`;
+    const lines = narrow.matches ? Math.max(...data[0].y.map((name) => name.split("<br>").length)) : 1;
+    box.style.height = `${5 + (0.7 + 0.9 * lines) * data[0].y.length}rem`;
     const own = { xaxis: { title: { text: "points of top-1 accuracy" }, zerolinewidth: 2, zerolinecolor: colour("faint") } };
     return Plotly.react(box, data, { ...layout(own), showlegend: false }, settings());
   };
@@ -82,7 +84,10 @@
       const { charts, pairs } = content[section.dataset.number];
       for (const box of section.querySelectorAll("[data-chart]")) {
         const chart = charts[box.dataset.chart];
-        const legendLines = Math.ceil(chart.data.length / (narrow.matches ? 2 : 3));
+        // Plotly gives each entry of a legend the width of the longest.
+        const longest = Math.max(...chart.data.map((trace) => trace.name.length));
+        const columns = Math.max(1, Math.floor(box.clientWidth / (45 + longest * (narrow.matches ? 5.5 : 6.5))));
+        const legendLines = Math.ceil(chart.data.length / columns);
         box.style.height = `${21 + 1.3 * legendLines}rem`;
         Plotly.react(box, chart.data, layout(chart.layout), settings());
       }
