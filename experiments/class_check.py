@@ -34,11 +34,12 @@ def check_classes(data: DataConfig, model: ModelConfig) -> None:
         or not os.path.isdir(data.root)
     ):
         return
-    labels = _class_folders(split_folder(Path(data.root), data.split))
+    place = split_folder(Path(data.root), data.split)
+    labels = _class_folders(place)
     classes = model.num_classes or config.num_classes
     if labels and classes:
         head = SimpleNamespace(num_classes=classes, pretrained_cfg=config.to_dict())
-        head_indices(labels, class_names(head, data.class_map), classes)
+        head_indices(labels, class_names(head, data.class_map), classes, place)
 
 
 def _class_folders(root: Path) -> list[str]:
