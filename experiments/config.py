@@ -65,6 +65,14 @@ class ModelConfig:
     img_size: Any = key(None, "input size, px or [height, width]; null: the model's own")
     num_classes: int | None = key(None, "classes of the head; null: the model's own", low=1)
 
+    def problems(self) -> list[str]:
+        """Say what is wrong with the input size, which may be one number or two."""
+        size = self.img_size
+        sides = size if isinstance(size, list) and len(size) == 2 else [size]
+        if size is None or all(type(side) is int and side > 0 for side in sides):
+            return []
+        return [f"model.img_size: must be px or [height, width], got {size}"]
+
 
 @dataclass
 class DataConfig:
@@ -186,11 +194,7 @@ class ImagesConfig(OutputConfig):
         if self.logger.name == "none":
             unused = ("mode", "project", "entity", "group", "run_name")
             lines += [f"logger.{name}: needs logger=wandb" for name in unused if getattr(self.logger, name)]
-        size = self.model.img_size
-        sides = size if isinstance(size, list) and len(size) == 2 else [size]
-        if size is not None and not all(type(side) is int and side > 0 for side in sides):
-            lines.append(f"model.img_size: must be px or [height, width], got {size}")
-        return lines
+        return lines + self.model.problems()
 
     @property
     def on_gpu(self) -> bool:

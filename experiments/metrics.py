@@ -243,7 +243,8 @@ def wilson(successes: int, total: int) -> tuple[float, float]:
     share, slack = successes / total, Z95**2 / total
     half = Z95 * math.sqrt(share * (1 - share) / total + slack / (4 * total))
     low, high = ((share + slack / 2 + sign * half) / (1 + slack) for sign in (-1, 1))
-    return max(low, 0.0), min(high, 1.0)
+    # Rounding must not put a share of 0 or 1 outside its own interval.
+    return max(min(low, share), 0.0), min(max(high, share), 1.0)
 
 
 def _percent(part: int, total: int) -> float:

@@ -126,12 +126,18 @@ def with_keys(verb: Verb, words: list[str]) -> list[str]:
     }
     named = [f"{switches[word]}=true" if word in switches else word for word in words]
     if verb.positional:
-        bare = [json.dumps(word, ensure_ascii=False) for word in named if "=" not in word and word[:1] != "-"]
-        named = [word for word in named if "=" in word or word[:1] == "-"]
+        bare = [json.dumps(word, ensure_ascii=False) for word in named if _is_bare(word)]
+        named = [word for word in named if not _is_bare(word)]
         if holds_list(keys[verb.positional]):
             bare = [f"[{','.join(bare)}]"] if bare else []
         named = [f"{verb.positional}={word}" for word in bare] + named
     return named
+
+
+def _is_bare(word: str) -> bool:
+    """Whether a word is no key=value: no "=" ahead of which a key could stand, which a path like a/b=c is."""
+    key, equals, _ = word.partition("=")
+    return word[:1] != "-" and (not equals or os.sep in key)
 
 
 def overview() -> str:

@@ -33,6 +33,7 @@ def gather(
     capacity: int,
     merge_into: Tensor | None = None,
     merge_weight: Tensor | None = None,
+    plain: Tensor | None = None,
     size_in: Tensor | None = None,
     key_weight_in: Tensor | None = None,
 ) -> Gathered:
@@ -61,6 +62,9 @@ def gather(
         merge_into: row of the same image that a row is folded into, int64 [T]; -1: none. A row folded into one
             that does not stay is lost.
         merge_weight: [T]; None: 1.
+        plain: rows that stay and take up no other, bool [T], given where `merge_into` folds as `select` does: all
+            other rows of an image into one of them, the only one that has a destination, and the plain rows, of
+            weight 1, into themselves. Then nobody has to search `merge_into`.
         size_in: what a row adds to the size of its heir, or, where nothing is folded, its new size, [T]; None:
             `size`.
         key_weight_in: likewise for `key_weight`; None: each row keeps its own.
@@ -77,7 +81,7 @@ def gather(
     key_weight = key_weight if key_weight_in is None else key_weight_in
     features, ids, *rest = compute(
         x, image_id, source, size, key_weight, soft, destination, cu_old, cu_new, capacity,
-        merge_into, merge_weight, folds_key_weight,
+        merge_into, merge_weight, plain, folds_key_weight,
     )  # fmt: skip
     present = (size is not None or merge_into is not None, key_weight is not None, soft is not None)
     moved = iter(rest)
@@ -97,9 +101,13 @@ def gather_reference(
     capacity: int,
     merge_into: Tensor | None,
     merge_weight: Tensor | None,
+    plain: Tensor | None,
     folds_key_weight: bool,
 ) -> list[Tensor]:
-    """Say what `gather` means in torch operations; returns `x`, the ids [2, capacity], and what else there is."""
+    """Say what `gather` means in torch operations; returns `x`, the ids [2, capacity], and what else there is.
+
+    It goes by `merge_into` alone, of which `plain` says only how it looks.
+    """
     if merge_into is not None:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         size = torch.ones_like(wide[:, 0]) if size is None else size
@@ -141,12 +149,13 @@ def choose_gather(
     capacity: int,
     merge_into: Tensor | None,
     merge_weight: Tensor | None,
+    plain: Tensor | None,
     folds_key_weight: bool,
 ) -> list[Tensor]:
     """Compute `gather` by the kernel where it can, by the reference elsewhere."""
     arguments = (
         x, image_id, source, size, key_weight, soft, destination, cu_old, cu_new, capacity,
-        merge_into, merge_weight, folds_key_weight,
+        merge_into, merge_weight, plain, folds_key_weight,
     )  # fmt: skip
     if not (takes_triton(x) and x.numel() and capacity and len(cu_new) > 1):
         return gather_reference(*arguments)

@@ -123,6 +123,15 @@ def specialise(arguments: Sequence[Argument], loose: Sequence[bool]) -> tuple[li
     return key, values
 
 
+@functools.cache
+def overlap(device: int) -> dict[str, bool]:
+    """Return the constants with which a kernel's start overlaps the end of the one before, where the GPU can."""
+    overlaps = (
+        device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
+
+
 # How `CudaLauncher.__call__` begins: in triton 3.6, the metadata being the first of *args, and in 3.8.
 _GRID = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 _METADATA = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")

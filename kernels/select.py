@@ -164,11 +164,12 @@ def rank(score: Tensor, eligible: Tensor, *, image_id: Tensor, cu_seqlens: Tenso
 
 def takes_triton(values: Tensor) -> bool:
     """Whether a Triton kernel computes with these values: on a GPU, at most fp32, triton installed."""
-    return values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
+    return values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16) and has_triton()
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, overlap
 from prunevit.kernels.tiles import BackwardTiles, LongTile, choose_backward_tiles
-from prunevit.kernels.triton_forward import bind, layout, overlap
+from prunevit.kernels.triton_forward import bind, layout
 from prunevit.kernels.triton_gradients import keys_kernel, queries_kernel
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound, Start, is_direct
+from prunevit.kernels.launch import Bound, Start, is_direct, overlap
 from prunevit.kernels.tiles import ShortTile, Tile, has_many_heads
 from prunevit.kernels.triton_long import forward_kernel, received_kernel
 from prunevit.kernels.triton_short import short_kernel
@@ -311,15 +311,6 @@ def layout(
         "V_ROW": v_stride[0],
         "V_HEAD": v_stride[1],
     }
-
-
-@functools.cache
-def overlap(device: int) -> dict[str, bool]:
-    """Return the constants with which a kernel's start overlaps the end of the one before, where the GPU can."""
-    overlaps = (
-        device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
-    return {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
 
 
 def _multiprocessors(device: int) -> int:

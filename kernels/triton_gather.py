@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, overlap
+from prunevit.kernels.triton_parts import begin as begin_after
 
-ROWS, MEMBERS, FOLD_CHANNELS = 32, 128, 64
+ROWS = 32
 
 
 class Tile(NamedTuple):
@@ -20,6 +21,8 @@ class Tile(NamedTuple):
 
     Attributes:
         channels: channels that a program moves at a time.
+        fold_rows: rows that a program folds, or looks through for heirs, at a time.
+        fold_channels: channels that a program folds at a time.
         parts: programs that share the rows of an image.
         groups: programs that share the channels of a row.
         fold_parts: programs that share the heirs of an image.
@@ -27,6 +30,8 @@ class Tile(NamedTuple):
     """
 
     channels: int
+    fold_rows: int
+    fold_channels: int
     parts: int
     groups: int
     fold_parts: int
@@ -34,16 +39,23 @@ class Tile(NamedTuple):
 
 
 @functools.cache
-def choose_tile(batch_size: int, num_rows: int, num_channels: int, folds: bool) -> Tile:
+def choose_tile(
+    batch_size: int, num_rows: int, num_channels: int, folds: bool, one_heir: bool = False
+) -> Tile:
     """Return the tile for a batch: as much work for a program as leaves several programs for each part of a GPU."""
     parts = max(-(-num_rows // (batch_size * ROWS)), 1)
-    narrow = -(-num_channels // FOLD_CHANNELS)
+    narrow = -(-num_channels // 64)
     channels, groups = (128, 1) if batch_size * parts >= 512 else (64, narrow)
+    if one_heir:
+        # Few images: an image in one turn. More: so few and small programs that all of them run at once.
+        if batch_size <= 8:
+            return Tile(channels, 256, 16, parts, groups, 1, -(-num_channels // 16))
+        return Tile(128, 128, 32, parts, min(groups, -(-num_channels // 128)), 1, -(-num_channels // 32))
     if not folds:
-        return Tile(channels, parts, groups, 0, 0)
+        return Tile(channels, 128, 64, parts, groups, 0, 0)
     fold_groups = min(max(512 // batch_size, 1), narrow)
     fold_parts = min(max(512 // (batch_size * fold_groups), 1), 4)
-    return Tile(channels, parts, groups, fold_parts, fold_groups)
+    return Tile(channels, 128, 64, parts, groups, fold_parts, fold_groups)
 
 
 def triton_gather(
@@ -59,12 +71,13 @@ def triton_gather(
     capacity: int,
     merge_into: Tensor | None,
     merge_weight: Tensor | None,
+    plain: Tensor | None,
     folds_key_weight: bool,
 ) -> list[Tensor]:
     """Compute `gather`; returns `x`, the ids [2, capacity], and what else there is of size, key weight and soft."""
     batch_size, (num_rows, num_channels) = len(cu_new) - 1, x.shape
     folds = merge_into is not None
-    tile = choose_tile(batch_size, num_rows, num_channels, folds)
+    tile = choose_tile(batch_size, num_rows, num_channels, folds, plain is not None)
 
     def empty(values: Tensor | None) -> Tensor | None:
         return None if values is None else torch.empty(capacity, dtype=values.dtype, device=x.device)
@@ -75,22 +88,24 @@ def triton_gather(
     if size is None and folds:
         new_size = torch.empty(capacity, dtype=torch.float32, device=x.device)
     inputs = (
-        x, source, size, key_weight, soft, destination, cu_old, cu_new, merge_into,
-        merge_weight if folds else None,
+        x, source, size, key_weight, soft, destination, cu_old, cu_new, merge_into if plain is None else None,
+        merge_weight if folds else None, plain,
     )  # fmt: skip
-    _bound(num_channels, tile.channels, folds_key_weight)(
+    _bound(num_channels, *tile[:3], folds_key_weight, x.get_device())(
         batch_size * (tile.parts * tile.groups + tile.fold_parts * tile.fold_groups),
         *(None if values is None else values.contiguous() for values in inputs),
-        features, ids, new_size, new_key_weight, new_soft, batch_size, capacity, *tile[1:],
+        features, ids, new_size, new_key_weight, new_soft, batch_size, capacity, *tile[3:],
     )  # fmt: skip
     return [features, ids, *(new for new in (new_size, new_key_weight, new_soft) if new is not None)]
 
 
 @functools.cache
-def _bound(num_channels: int, channels: int, folds_key_weight: bool) -> Bound:
+def _bound(
+    num_channels: int, channels: int, fold_rows: int, fold_channels: int, folds_key_weight: bool, device: int
+) -> Bound:
     return Bound(
-        gather_kernel, C=num_channels, ROWS=ROWS, CHANNELS=channels, MEMBERS=MEMBERS, FOLD_CHANNELS=FOLD_CHANNELS,
-        FOLDS_KEY_WEIGHT=folds_key_weight, num_warps=8,
+        gather_kernel, C=num_channels, ROWS=ROWS, CHANNELS=channels, MEMBERS=fold_rows,
+        FOLD_CHANNELS=fold_channels, FOLDS_KEY_WEIGHT=folds_key_weight, **overlap(device), num_warps=8,
     )  # fmt: skip
 
 
@@ -183,13 +198,57 @@ def _fold_heirs(
 
 
 @triton.jit
+def _fold_rest(
+    x, size, key_weight, destination, merge_weight, plain, features, new_size, new_key_weight, capacity, begin, end,
+    new_begin, group, C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Write a block of channels of the one heir of an image, which takes up all rows that are not plain.
+
+    All that a row has is asked for at once: nobody has to be looked for, and most images are one turn of the loop.
+    """
+    channel = group * CHANNELS + tl.arange(0, CHANNELS)
+    rows = x + begin.to(tl.int64) * C
+    place = tl.full([ROWS], -1, tl.int32)
+    count = tl.zeros([ROWS], tl.float32)
+    folded_weight = tl.zeros([ROWS], tl.float32)
+    folded = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        is_own = row < end
+        joins = is_own & (tl.load(plain + row, mask=is_own, other=0) == 0)
+        place = tl.maximum(place, tl.where(joins, tl.load(destination + row, mask=is_own, other=-1), -1))
+        weight = joins.to(tl.float32)
+        if merge_weight is not None:
+            weight = tl.where(joins, tl.load(merge_weight + row, mask=is_own, other=0.0).to(tl.float32), 0.0)
+        tile = rows + (row - begin)[:, None] * C + channel[None, :]
+        values = tl.load(tile, mask=joins[:, None] & (channel < C)[None, :], other=0.0)
+        folded += values.to(tl.float32) * weight[:, None]
+        if size is None:
+            count += joins.to(tl.float32)
+        else:
+            own = tl.load(size + row, mask=is_own & (group == 0), other=0.0).to(tl.float32)
+            count += tl.where(joins, own, 0.0)
+        if FOLDS_KEY_WEIGHT:
+            own = tl.load(key_weight + row, mask=is_own & (group == 0), other=0.0).to(tl.float32)
+            folded_weight += tl.where(joins, own, 0.0)
+    heir = tl.max(place, 0)  # of the rows that join it, only the heir has a place
+    new = new_begin + heir
+    stays = (heir >= 0) & (new < capacity)
+    tl.store(features + new * C + channel, tl.sum(folded, 0), mask=stays & (channel < C))
+    if group == 0:
+        tl.store(new_size + new, tl.sum(count, 0), mask=stays)
+        if FOLDS_KEY_WEIGHT:
+            tl.store(new_key_weight + new, tl.sum(folded_weight, 0), mask=stays)
+
+
+@triton.jit
 def _move(values, moved, row, new, stays):
     tl.store(moved + new, tl.load(values + row, mask=stays, other=0), mask=stays)
 
 
 @triton.jit
 def _move_rows(
-    x, source, size, key_weight, soft, destination, merge_into, merge_weight, features, ids, new_size,
+    x, source, size, key_weight, soft, destination, merge_into, merge_weight, plain, features, ids, new_size,
     new_key_weight, new_soft, capacity, image, begin, end, new_begin, first, group, num_groups, C: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -200,6 +259,8 @@ def _move_rows(
     new = new_begin + place
     stays = (place >= 0) & (new < capacity)
     is_plain = stays
+    if plain is not None:
+        is_plain = stays & (tl.load(plain + row, mask=is_own, other=0) != 0)
     if merge_into is not None:
         holds_itself = tl.load(merge_into + row, mask=is_own, other=-1) == row
         weight = tl.full([ROWS], 1.0, tl.float32)
@@ -223,7 +284,9 @@ def _move_rows(
         if key_weight is not None:
             own = tl.load(key_weight + row, mask=stays, other=0.0)
             if FOLDS_KEY_WEIGHT:
-                tl.store(new_key_weight + new, tl.where(holds_itself, own, 0.0), mask=is_plain)
+                if merge_into is not None:
+                    own = tl.where(holds_itself, own, 0.0)
+                tl.store(new_key_weight + new, own, mask=is_plain)
             else:
                 tl.store(new_key_weight + new, own, mask=stays)
         if new_size is not None:
@@ -265,19 +328,28 @@ def _fill_dead(
     do_not_specialize=["batch_size", "capacity", "num_parts", "num_groups", "fold_parts", "fold_groups"]
 )
 def gather_kernel(
-    x, source, size, key_weight, soft, destination, cu_old, cu_new, merge_into, merge_weight,
+    x, source, size, key_weight, soft, destination, cu_old, cu_new, merge_into, merge_weight, plain,
     features, ids, new_size, new_key_weight, new_soft, batch_size, capacity, num_parts, num_groups, fold_parts,
     fold_groups, C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr,
-    FOLD_CHANNELS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr,
+    FOLD_CHANNELS: tl.constexpr, FOLDS_KEY_WEIGHT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write `features` [capacity, C], `ids` [2, capacity] and, unless they are None, the other new values.
 
-    The first programs fold: each takes some heirs of one image and some blocks of channels. The others move all
-    other rows, and fill what is dead. One group of channels does what a row has besides its features.
+    The first programs fold: each takes some heirs of one image and some blocks of channels. With `plain` an image
+    has one heir, which takes up all that is not plain, and `merge_into` is None. The other programs move all other
+    rows, and fill what is dead. One group of channels does what a row has besides its features.
     """
+    begin_after(OVERLAP)
     program = tl.program_id(0)
     num_folding = batch_size * fold_parts * fold_groups
     if program < num_folding:
+        if plain is not None:
+            image = program // fold_groups
+            _fold_rest(
+                x, size, key_weight, destination, merge_weight, plain, features, new_size, new_key_weight, capacity,
+                tl.load(cu_old + image), tl.load(cu_old + image + 1), tl.load(cu_new + image).to(tl.int64),
+                program % fold_groups, C, MEMBERS, FOLD_CHANNELS, FOLDS_KEY_WEIGHT,
+            )  # fmt: skip
         if merge_into is not None:
             image = program // (fold_groups * fold_parts)
             _fold_heirs(
@@ -298,7 +370,7 @@ def gather_kernel(
     total = tl.load(cu_new + batch_size)
     for first in range(begin + part * ROWS, end, num_parts * ROWS):
         _move_rows(
-            x, source, size, key_weight, soft, destination, merge_into, merge_weight, features, ids, new_size,
+            x, source, size, key_weight, soft, destination, merge_into, merge_weight, plain, features, ids, new_size,
             new_key_weight, new_soft, capacity, image, begin, end, new_begin, first, group, num_groups, C, ROWS,
             CHANNELS, MEMBERS, FOLDS_KEY_WEIGHT,
         )  # fmt: skip

@@ -52,7 +52,7 @@ def triton_select(
         most, head_stride,
     )  # fmt: skip
     if batch_size > 1 and not (kind == "count" and cu_seqlens is None and each is None and eligible is None):
-        _bound_bounds()(2, ints, num_rows, batch_size)
+        _bound_bounds()(2, ints, sum(int_sizes(num_rows, batch_size)[:4]), batch_size)
     return ints, flags, merge_into, merge_weight
 
 
@@ -87,7 +87,7 @@ def _bound_rank(row_stride: int) -> Bound:
 
 
 @triton.jit
-def _key(score, can_be_selected):
+def key_of(score, can_be_selected):
     """Map fp32 to uint32 of the same order: NaN as -inf, -0 as 0; what cannot be selected gets 0, lowest of all."""
     score = tl.where(score == score, score, float("-inf"))
     bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
@@ -123,7 +123,7 @@ def _holding(score, key, is_patch, share):
 @triton.jit
 def _left_by_prefix(score, is_live, column, prefix, target):
     """Count the patches among the best `target` rows, prefix rows competing."""
-    key = _key(score, is_live)
+    key = key_of(score, is_live)
     left = target
     for number in range(0, prefix):
         own = tl.max(tl.where(column == number, key, 0), 0)
@@ -176,7 +176,7 @@ def _store_rows(
 
 
 @triton.jit
-def _store_bounds(bounds, extent, image, batch_size, kept, IS_STATIC: tl.constexpr):
+def store_bounds(bounds, extent, image, batch_size, kept, IS_STATIC: tl.constexpr):
     """Store where an image begins and ends, or, for `bounds_kernel` to add up, how many rows it keeps."""
     if IS_STATIC:
         bound = image + tl.arange(0, 2)  # the neighbour writes the same value
@@ -223,7 +223,7 @@ def select_kernel(
     is_patch = is_live & (column >= prefix)
     if eligible is not None:
         is_patch = is_patch & (tl.load(eligible + row, mask=is_live, other=0) != 0)
-    key = _key(mean, is_patch)
+    key = key_of(mean, is_patch)
     present = tl.sum(is_patch.to(tl.int32), 0)
     if each is None:
         setting = value.to(tl.int64).to(tl.float64, bitcast=True)
@@ -266,8 +266,8 @@ def select_kernel(
     bounds, bound_pitch = ints + 2 * int_pitch.to(tl.int64), (batch_size + 4) // 4 * 4
     extent = bounds + 2 * bound_pitch
     is_static: tl.constexpr = KIND == "count" and cu_seqlens is None and eligible is None and each is None
-    _store_bounds(bounds, extent, image, batch_size, kept, is_static)
-    _store_bounds(bounds + bound_pitch, extent + 3, image, batch_size, kept + has_heir, is_static)
+    store_bounds(bounds, extent, image, batch_size, kept, is_static)
+    store_bounds(bounds + bound_pitch, extent + 3, image, batch_size, kept + has_heir, is_static)
 
     for first in range(total + image * BLOCK, num_rows, batch_size * BLOCK):
         dead = first + column.to(tl.int64)
@@ -279,12 +279,15 @@ def select_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "batch_size"])
-def bounds_kernel(ints, num_rows, batch_size, BLOCK: tl.constexpr):
-    """Add up the rows that each image keeps; one program does so with heirs, the other without."""
+@triton.jit(do_not_specialize=["skip", "batch_size"])
+def bounds_kernel(ints, skip, batch_size, BLOCK: tl.constexpr):
+    """Add up the rows that each image keeps, a program for each plan of the images.
+
+    Behind the first `skip` numbers lie the boundaries of each plan, and behind them all the extents.
+    """
     bound_pitch = (batch_size + 4) // 4 * 4
-    bounds = ints + 2 * ((num_rows + 3) // 4 * 4).to(tl.int64)
-    extent = bounds + 2 * bound_pitch + 3 * tl.program_id(0)
+    bounds = ints + skip.to(tl.int64)
+    extent = bounds + bound_pitch * tl.num_programs(0) + 3 * tl.program_id(0)
     ends = bounds + bound_pitch * tl.program_id(0) + 1
     total, longest, shortest = 0, 0, 0x7FFFFFFF
     for first in range(0, batch_size, BLOCK):
@@ -305,7 +308,7 @@ def _load_keys(score, eligible, start, column, length, ROW: tl.constexpr):
     row = start.to(tl.int64) + column
     is_live = column < length
     can_be_selected = tl.load(eligible + row, mask=is_live, other=0) != 0
-    return _key(tl.load(score + row * ROW, mask=is_live, other=0.0).to(tl.float32), can_be_selected)
+    return key_of(tl.load(score + row * ROW, mask=is_live, other=0.0).to(tl.float32), can_be_selected)
 
 
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "num_tiles"])

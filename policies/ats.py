@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from prunevit.checks import check_whole, check_word
-from prunevit.keepmask import KeepMask, sample
+from prunevit.keepmask import KeepMask
 from prunevit.policy import Layers, ModelInfo, PruningPolicy
+from prunevit.sampling import sample
 from prunevit.tokens import AttentionState, RaggedTokens, score_needs
 
 
@@ -64,10 +65,10 @@ class ATS(PruningPolicy):
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
         """Significance: the attention a row gets times the norm of its value."""
         assert attention is not None
-        value = attention.v.to(torch.promote_types(attention.v.dtype, torch.float32))
+        norm, wide = torch.linalg.vector_norm, torch.promote_types(attention.v.dtype, torch.float32)
         if self.variant == "token_reduction":
-            return (attention.by_head(self.score_source) * value.norm(dim=-1)).sum(-1)
-        return attention.score(self.score_source) * value.flatten(1).norm(dim=-1)
+            return (attention.by_head(self.score_source) * norm(attention.v, dim=-1, dtype=wide)).sum(-1)
+        return attention.score(self.score_source) * norm(attention.v.flatten(1), dim=-1, dtype=wide)
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Keep what the points fall on."""

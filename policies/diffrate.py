@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from prunevit.checks import check_whole
 from prunevit.folding import merge, nearest
@@ -85,13 +84,12 @@ class DiffRate(PruningPolicy):
         head = top_k(tokens, score, count=self.merge_counts[stage] - 1, within=left)
         if head.rows_per_image is not None and head.rows_per_image == left.rows_per_image:
             return left
-        tail = left.keep & ~head.keep
-        features = normalize(tokens.x.detach(), dim=-1)
-        partner, similarity = nearest(tokens, features, queries=tail, keys=head.keep & tokens.is_patch)
-        one = torch.ones_like(tokens.sizes)
-        mask = merge(tokens, head, partner, one)
-        weight = one if tokens.key_weight is None else tokens.key_weight
-        return replace(mask, key_weight=torch.where(tail, weight * similarity.clamp(min=0), weight))
+        tail, heirs = left.keep ^ head.keep, head.keep & tokens.is_patch
+        partner, similarity = nearest(tokens, tokens.x.detach(), queries=tail, keys=heirs, cosine=True)
+        one = torch.ones_like(similarity)
+        weight = torch.where(tail, similarity.clamp(min=0), one)
+        weight = weight if tokens.key_weight is None else weight * tokens.key_weight
+        return replace(merge(tokens, head, partner, one), key_weight=weight)
 
     def macs(self, counts: Tensor) -> Tensor:
         """The products of the tail with the head: at most those of two halves."""

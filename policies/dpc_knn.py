@@ -14,7 +14,7 @@ from prunevit.checks import check_counting, check_seed, check_whole
 from prunevit.draws import keyed_uniform
 from prunevit.folding import merge
 from prunevit.keepmask import KeepMask, keep_everything, top_k
-from prunevit.policies.kmedoids import patch_distances
+from prunevit.kernels.clusters import density_peaks, nearest_kept
 from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
@@ -87,40 +87,34 @@ class DPCKNN(PruningPolicy):
 
     def score(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Tensor:
         """Density times the distance to a denser patch."""
-        return self._peaks(tokens, self._distances(tokens), layer)
+        return self._peaks(tokens, layer)[0]
 
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Merge each cluster into its centre."""
         if self.rate(layer) >= 1:
             return keep_everything(tokens)
-        distance = self._distances(tokens)
-        peaks = self._peaks(tokens, distance, layer)
+        peaks, distance = self._peaks(tokens, layer)
         mask = top_k(tokens, peaks, self.rate(layer), rounding=self.rounding, of=self.of)
-        centre = tokens.to_padded(mask.keep & tokens.is_patch, fill=False)
-        column = distance.masked_fill(~centre[:, None, :], torch.inf).argmin(2)
-        return merge(
-            tokens, mask, tokens.start + tokens.to_rows(column), self._weight(tokens, layer), eps=1e-6
+        centre = nearest_kept(
+            distance, mask.keep, tokens.source, cu_seqlens=tokens.cu_seqlens, max_seqlen=tokens.max_seqlen
         )
+        return merge(tokens, mask, centre, self._weight(tokens, layer), eps=1e-6)
 
     def macs(self, counts: Tensor) -> Tensor:
         """The distances."""
         return counts.double() ** 2 * self.width
 
-    def _distances(self, tokens: RaggedTokens) -> Tensor:
-        return patch_distances(tokens) / tokens.x.shape[1] ** 0.5
-
-    def _peaks(self, tokens: RaggedTokens, distance: Tensor, layer: int) -> Tensor:
-        finite = distance.isfinite()
-        near = distance.topk(min(self.neighbours, distance.shape[2]), largest=False).values
-        present = near.isfinite()
-        spread = near.masked_fill(~present, 0).square().sum(2) / present.sum(2).clamp(min=1)
+    def _peaks(self, tokens: RaggedTokens, layer: int) -> tuple[Tensor, Tensor]:
         images = torch.cat([tokens.image_index, tokens.image_index.new_zeros(1)])
         noise = keyed_uniform(self.seed * 1009 + layer, images[tokens.image_id], tokens.source)
-        density = (-spread).exp() + 1e-6 * tokens.to_padded(noise.to(spread.dtype))
-        farthest = distance.masked_fill(~finite, 0).amax((1, 2))[:, None, None]
-        denser = (density[:, None, :] > density[:, :, None]) & finite
-        gap = torch.where(denser, distance, farthest).amin(2)
-        return tokens.to_rows(gap * density)
+        return density_peaks(
+            tokens.x,
+            noise,
+            tokens.source,
+            cu_seqlens=tokens.cu_seqlens,
+            max_seqlen=tokens.max_seqlen,
+            neighbours=self.neighbours,
+        )
 
     def _weight(self, tokens: RaggedTokens, layer: int) -> Tensor:
         wide = torch.promote_types(tokens.x.dtype, torch.float32)

@@ -9,11 +9,11 @@ and register tokens take no part.
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from prunevit.checks import check_counting, check_whole
 from prunevit.keepmask import KeepMask, top_k
+from prunevit.kernels.clusters import medoids
 from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
@@ -67,46 +67,17 @@ class KMedoids(PruningPolicy):
         assert attention is not None
         weight = attention.score("received").detach()
         start = top_k(tokens, weight, self.rate(layer), rounding=self.rounding, of=self.of)
-        distance = patch_distances(tokens)
-        cost = tokens.to_padded(weight) * distance.masked_fill(distance.isinf(), 0).sum(2)
-        cost = cost.masked_fill(~tokens.to_padded(tokens.is_patch, fill=False) | cost.isnan(), torch.inf)
-        column = torch.arange(tokens.max_seqlen, device=weight.device)
-        medoid = tokens.to_padded(start.keep & tokens.is_patch, fill=False)
-        for _ in range(self.iterations):
-            cluster = distance.masked_fill(~medoid[:, None, :], torch.inf).argmin(2)
-            medoid = _cheapest(cost, torch.where(medoid, column, cluster), column)
-        keep = (tokens.to_rows(medoid) & tokens.is_patch) | (tokens.live & ~tokens.is_patch)
+        keep = medoids(
+            tokens.x,
+            weight,
+            start.keep,
+            tokens.source,
+            cu_seqlens=tokens.cu_seqlens,
+            max_seqlen=tokens.max_seqlen,
+            turns=self.iterations,
+        )
         return replace(start, keep=keep)
 
     def macs(self, counts: Tensor) -> Tensor:
         """The distances."""
         return counts.double() ** 2 * self.width
-
-
-def patch_distances(tokens: RaggedTokens) -> Tensor:
-    """Euclidean distances between the patches of each image, at least fp32 `[B, max_seqlen, max_seqlen]`.
-
-    Infinite where a row or a column is no patch of the image. Without a gradient.
-
-    Cost:
-        A padded copy and one batched product: O(T * max_seqlen).
-    """
-    x = tokens.to_padded(tokens.x.detach())
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    patch = tokens.to_padded(tokens.is_patch, fill=False)
-    return torch.cdist(x, x).masked_fill(~(patch[:, :, None] & patch[:, None, :]), torch.inf)
-
-
-def _cheapest(cost: Tensor, cluster: Tensor, column: Tensor) -> Tensor:
-    """Mark the member of least cost of each cluster, the earliest of equals, bool `[B, N]`.
-
-    Args:
-        cost: `[B, N]`, infinite for what belongs to no cluster.
-        cluster: Column that names each member's cluster, int64 `[B, N]`.
-        column: 0 to N - 1.
-    """
-    least = torch.full_like(cost, torch.inf).scatter_reduce(1, cluster, cost, "amin")
-    best = cost == least.gather(1, cluster)
-    place = torch.where(best, column, len(column))
-    first = torch.full_like(cluster, len(column)).scatter_reduce(1, cluster, place, "amin")
-    return column == first.gather(1, cluster)

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from prunevit.checks import check_number
 from prunevit.folding import merge, nearest
 from prunevit.keepmask import KeepMask, threshold
+from prunevit.policies.tome import split_by_turns
 from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 from prunevit.trace import Trace
@@ -101,20 +101,19 @@ class LTMP(PruningPolicy):
         """Merge, then prune."""
         assert attention is not None
         stage = self.layers.index(layer)
-        odd = tokens.position % 2 == 1
-        a, b = tokens.is_patch & ~odd, tokens.is_patch & odd
-        present = tokens.is_patch if tokens.soft is None else tokens.is_patch & (tokens.soft > 0.5)
-        # What is masked is like nothing.
-        keys = (
-            normalize(attention.k.to(torch.promote_types(attention.k.dtype, torch.float32)).mean(1), dim=-1)
-            * present[:, None]
-        )
-        partner, similarity = nearest(tokens, keys, queries=a, keys=b)
-        merged = present & (similarity > self.merge_thresholds[stage])
+        (a, b), k, present = split_by_turns(tokens), attention.k, tokens.is_patch
+        if tokens.soft is not None:  # what is masked is like nothing
+            present = present & (tokens.soft > 0.5)
+            k = k * present[:, None, None]
+        partner, similarity = nearest(tokens, k, queries=a, keys=b, cosine=True)
+        merged = similarity > self.merge_thresholds[stage]
+        if tokens.soft is not None:
+            merged = merged & present
         received = _best_of_group(self.score(tokens, attention, layer), partner, merged)
-        mask = merge(tokens, KeepMask(tokens.live & ~merged), partner, tokens.sizes)
-        order = tokens.position + tokens.max_seqlen * (tokens.is_patch.int() + b.int())
-        mask = replace(mask, order=order, key_weight=tokens.sizes)
+        sizes = tokens.sizes
+        mask = replace(
+            merge(tokens, KeepMask(~merged), partner, sizes), order=b.view(torch.int8), key_weight=sizes
+        )
         if not self.training:
             return threshold(tokens, received, self.prune_thresholds[stage], within=mask)
         merging = self._step(similarity, self.merge_thresholds[stage])

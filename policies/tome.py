@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from prunevit.checks import check_number, check_whole
 from prunevit.folding import merge, nearest
@@ -69,17 +68,15 @@ class ToMe(PruningPolicy):
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Merge the most alike."""
         assert attention is not None
-        odd = tokens.position % 2 == 1
-        a, b = tokens.is_patch & ~odd, tokens.is_patch & odd
-        partner, similarity = nearest(
-            tokens, normalize(_wide(attention.k).mean(1), dim=-1), queries=a, keys=b
-        )
+        a, b = split_by_turns(tokens)
+        partner, similarity = nearest(tokens, attention.k, queries=a, keys=b, cosine=True)
         number, rows = self._number(tokens, layer)
-        merged = a & (rank(tokens, similarity, within=KeepMask(a)) < number)
-        mask = merge(tokens, KeepMask(tokens.live & ~merged, rows_per_image=rows), partner, tokens.sizes)
+        # Only rows of A are like any other, and no image merges more than it has.
+        keep, sizes = rank(tokens, similarity) >= number, tokens.sizes
+        mask = merge(tokens, KeepMask(keep, rows_per_image=rows), partner, sizes)
         # Where nothing merges the authors leave the order alone.
-        order = tokens.position + tokens.max_seqlen * (tokens.is_patch.int() + b.int()) * (number > 0)
-        return replace(mask, order=order, key_weight=tokens.sizes if self.prop_attn else None)
+        order = None if self.rate(layer) == 0 else b.view(torch.int8)
+        return replace(mask, order=order, key_weight=sizes if self.prop_attn else None)
 
     def macs(self, counts: Tensor) -> Tensor:
         """The products of A with B."""
@@ -95,6 +92,7 @@ class ToMe(PruningPolicy):
         return halves.clamp(max=r)[tokens.image_id], None
 
 
-def _wide(values: Tensor) -> Tensor:
-    """At least fp32: means of half precision tie."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+def split_by_turns(tokens: RaggedTokens) -> tuple[Tensor, Tensor]:
+    """Split the patches of each image into A, at even positions of the image, and B, at odd ones; bool `[T]` each."""
+    is_patch, odd = tokens.is_patch, tokens.position % 2
+    return is_patch > odd, is_patch.logical_and(odd)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prunevit.execution import accelerate
     from prunevit.folding import fuse, merge, nearest
-    from prunevit.keepmask import KeepMask, rank, sample, threshold, top_k, top_p
+    from prunevit.keepmask import KeepMask, rank, threshold, top_k, top_p
     from prunevit.packing import pack
     from prunevit.policy import ModelInfo, PruningPolicy
+    from prunevit.sampling import sample
     from prunevit.tokens import AttentionState, RaggedTokens
     from prunevit.trace import Stage, Trace
     from prunevit.vit import RaggedViT, prune
@@ -43,9 +44,10 @@ __all__ = [
 _HOMES = {
     "execution": ("accelerate",),
     "folding": ("fuse", "merge", "nearest"),
-    "keepmask": ("KeepMask", "rank", "sample", "threshold", "top_k", "top_p"),
+    "keepmask": ("KeepMask", "rank", "threshold", "top_k", "top_p"),
     "packing": ("pack",),
     "policy": ("ModelInfo", "PruningPolicy"),
+    "sampling": ("sample",),
     "tokens": ("AttentionState", "RaggedTokens"),
     "trace": ("Stage", "Trace"),
     "vit": ("RaggedViT", "prune"),

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from prunevit.keepmask import KeepMask, check_score, rank
+from prunevit.kernels.merge import merge as merge_rows
+from prunevit.kernels.nearest import nearest as nearest_rows
 from prunevit.kernels.select_reference import mean_over_heads
 from prunevit.tokens import RaggedTokens
 
@@ -88,64 +90,64 @@ def merge(
         ValueError: If `into` or `weight` is not one entry a row.
 
     Cost:
-        One scatter-add of `T` weights.
+        One launch on a GPU, and O(T * max_seqlen) comparisons; elsewhere, and where a gradient flows through the
+        weights, one scatter-add of them.
     """
     _check_rows(tokens, "merge", into=into, weight=weight)
-    rows = torch.arange(weight.shape[0], device=weight.device)
-    keep = mask.keep | (tokens.live & ~tokens.is_patch)
-    kept_patch = keep & tokens.is_patch
-    heir = into.long().clamp(0, into.shape[0] - 1)
-    joins = (
-        ~keep & tokens.is_patch & (into >= 0) & kept_patch[heir] & (tokens.image_id[heir] == tokens.image_id)
+    keep, target, share = merge_rows(
+        mask.keep,
+        into,
+        weight,
+        source=tokens.source,
+        image_id=tokens.image_id,
+        cu_seqlens=tokens.cu_seqlens,
+        max_seqlen=tokens.max_seqlen,
+        normalise=normalise,
+        eps=eps,
     )
-    target = torch.where(joins, heir, torch.where(keep, rows, -1))
-    folded = joins | kept_patch
-    if normalise:
-        share = torch.where(folded, weight, torch.zeros_like(weight))
-        total = torch.zeros_like(weight).index_add(0, target.clamp(min=0), share) + eps
-        weight = weight / torch.where(folded, total[target.clamp(min=0)], torch.ones_like(weight))
-    return replace(
-        mask, keep=keep, merge_into=target, merge_weight=torch.where(folded, weight, torch.ones_like(weight))
-    )
+    return replace(mask, keep=keep, merge_into=target, merge_weight=share)
 
 
-def nearest(tokens: RaggedTokens, features: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def nearest(
+    tokens: RaggedTokens, features: Tensor, queries: Tensor, keys: Tensor, *, cosine: bool = False
+) -> tuple[Tensor, Tensor]:
     """Find for each query row the key row of the same image with the largest dot product; no selection by itself.
 
     Args:
         tokens: The batch.
-        features: `[T, D]`; normalise them for the cosine. Compared in at least fp32, under autocast too.
+        features: `[T, D]`, or `[T, H, D]` to go by the mean over heads. Compared in at least fp32, under autocast too.
         queries: Rows that look for a partner, bool `[T]`.
         keys: Rows that may be one, bool `[T]`; a row is never its own partner.
+        cosine: Compare by the cosine instead of the product.
 
     Returns:
         The partner's row, int64 `[T]`, and the product, `[T]`; -1 and -inf for other rows and where the image has no
-        key. Ties go to the earlier row.
+        key. Ties go to the earlier row. Gradients flow through the product.
 
     Raises:
-        ValueError: If the features are not `[T, D]`, or `queries` and `keys` not bool `[T]`.
+        ValueError: If the features are not one vector a row, or one a row and head, or `queries` and `keys` not bool
+            `[T]`.
 
     Cost:
-        One batched product `[B, max_seqlen, max_seqlen]`: O(T * max_seqlen), never O(T^2).
+        On a GPU one launch, two with heads, and O(T * max_seqlen) products. Elsewhere, and where a gradient flows
+        through the features, one batched product `[B, max_seqlen, max_seqlen]`. Never O(T^2).
     """
     _check_rows(tokens, "nearest", queries=queries, keys=keys)
-    if features.ndim != 2 or queries.dtype != torch.bool or keys.dtype != torch.bool:
+    fits = features.ndim in (2, 3) and features.shape[0] == queries.shape[0]
+    if not fits or queries.dtype != torch.bool or keys.dtype != torch.bool:
         raise ValueError(
-            f"nearest: features must be [T, D] and queries and keys bool, got {list(features.shape)}, "
+            f"nearest: features must be [T, D] or [T, H, D] and queries and keys bool, got {list(features.shape)}, "
             f"{queries.dtype} and {keys.dtype}"
         )
-    # Half precision ties what is nearly alike, and autocast would bring it back.
-    with torch.autocast(features.device.type, enabled=False):
-        padded = tokens.to_padded(features.to(torch.promote_types(features.dtype, torch.float32)))
-        product = padded @ padded.transpose(1, 2)
-    allowed = tokens.to_padded(keys & tokens.live, fill=False)[:, None, :]
-    itself = torch.eye(product.shape[1], dtype=torch.bool, device=product.device)
-    value, column = product.masked_fill(~allowed | itself, -torch.inf).max(-1)
-    image, position = tokens.image_id.long().clamp(max=tokens.batch_size - 1), tokens.position.long()
-    position = position.clamp(max=product.shape[1] - 1)
-    value = value[image, position].masked_fill(~(queries & tokens.live), -torch.inf)
-    row = tokens.start + column[image, position]
-    return torch.where(value > -torch.inf, row, -1), value
+    return nearest_rows(
+        features,
+        queries,
+        keys,
+        image_id=tokens.image_id,
+        cu_seqlens=tokens.cu_seqlens,
+        max_seqlen=tokens.max_seqlen,
+        cosine=cosine,
+    )
 
 
 def _check_rows(tokens: RaggedTokens, verb: str, **given: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The keep-mask that a policy emits, and the verbs that select: `top_k`, `top_p`, `threshold`, `sample`."""
+"""The keep-mask that a policy emits, and the verbs that select by score: `top_k`, `top_p`, `threshold`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from prunevit.checks import require
 from prunevit.kernels.select import Rule, Selection, select
 from prunevit.kernels.select import rank as rank_rows
 from prunevit.kernels.select_reference import mean_over_heads
@@ -156,9 +155,9 @@ def top_k(
     if of not in ("current", "initial", "rows"):
         raise ValueError(f'top_k: of must be "current", "initial" or "rows", got "{of}"')
     if isinstance(count, Tensor):
-        return _select(tokens, score, Rule("count", each=_counts(tokens, count)), within)
+        return _select(tokens, score, Rule("count", each=counts_of_images(tokens, count)), within)
     if count is not None:
-        _check_host_count("top_k: count", count)
+        check_host_count("top_k: count", count)
     present = _present(tokens, within)
     if rate is not None:
         base = tokens.grid[0] * tokens.grid[1] if of == "initial" else present
@@ -247,75 +246,7 @@ def top_p(
     return _select(tokens, score, rule, within)
 
 
-def sample(
-    tokens: RaggedTokens, score: Tensor, points: int | Tensor, within: KeepMask | None = None
-) -> KeepMask:
-    """Keep the patches that evenly spaced points of the score's distribution function hit (Fayyaz et al., ECCV 2022).
-
-    The patches of an image are put in rising order of score, their running sum is scaled to [0, 1], and each of
-    `points` values between the smallest positive one and 1 takes the patch whose running sum is nearest. Several
-    points may take one patch, so the number of patches kept differs from image to image. Nothing is drawn.
-
-    Args:
-        tokens: The batch.
-        score: Non-negative, `[T]`, or `[T, H]` to go by the mean over heads.
-        points: Number of points, at least 1: a bound on the patches kept. Or one for each image, int `[B]`, from 1
-            to the patches of the grid.
-        within: Select among the patches that this mask keeps, and hand on its folds.
-
-    Raises:
-        ValueError: If `points` is no such number (on a GPU the device stops with an assertion where those of an
-            image are not).
-
-    Cost:
-        One `rank`, and a search in each image for each point.
-    """
-    check_score(tokens, score)
-    if isinstance(points, Tensor):
-        points, patches = _counts(tokens, points), tokens.grid[0] * tokens.grid[1]
-        require(
-            ((points >= 1) & (points <= patches)).all(),
-            f"sample: points must be from 1 to the {patches} patches of the grid in every image; clamp them",
-        )
-    else:
-        _check_host_count("sample: points", points)
-        if points < 1:
-            raise ValueError(f"sample: points must be at least 1, got {points}")
-    score = mean_over_heads(score)
-    eligible = _eligible(tokens, within)
-    best_last = rank(tokens, -score, within)
-    rising = _by_rank(tokens, score.detach().masked_fill(~eligible, 0.0), best_last)
-    present = tokens.sum(eligible.int())
-    column = torch.arange(rising.shape[1], device=rising.device)
-    absent = column >= present[:, None]
-    running = rising.cumsum(1)
-    low = running[:, :1]
-    high = running.masked_fill(absent, 0.0).amax(1, keepdim=True)
-    running = ((running - low) / (high - low).clamp(min=torch.finfo(running.dtype).tiny)).clamp(max=1.0)
-    first = running.masked_fill(absent | (running == 0), torch.inf).amin(1, keepdim=True).clamp(max=1.0)
-    level = first + (1 - first) * _steps(tokens, points, rising)
-    running = running.masked_fill(absent, torch.inf)
-    above = torch.searchsorted(running, level).minimum((present - 1).clamp(min=0)[:, None])
-    below = (above - 1).clamp(min=0)
-    nearer_below = level - running.gather(1, below) <= running.gather(1, above) - level
-    nearest = torch.where(nearer_below, below, above)
-    hit = torch.zeros(tokens.batch_size + 1, rising.shape[1], dtype=torch.bool, device=rising.device)
-    hit[: tokens.batch_size].scatter_(1, nearest, True)
-    chosen = hit[tokens.image_id.long(), best_last.clamp(max=rising.shape[1] - 1)]
-    keep = (chosen & eligible) | (tokens.live & ~tokens.is_patch)
-    return KeepMask(keep) if within is None else replace(within, keep=keep, rows_per_image=None)
-
-
-def _steps(tokens: RaggedTokens, points: int | Tensor, like: Tensor) -> Tensor:
-    """Evenly spaced numbers from 0 to 1, `[points]` or `[B, P]`; an image with fewer points repeats its last."""
-    if not isinstance(points, Tensor):
-        return torch.linspace(0, 1, points, device=like.device, dtype=like.dtype)
-    last = (points.to(like.dtype) - 1)[:, None]
-    number = torch.arange(tokens.grid[0] * tokens.grid[1], device=like.device, dtype=like.dtype)
-    return torch.minimum(number, last) / last.clamp(min=1)
-
-
-def _check_within(tokens: RaggedTokens, within: KeepMask) -> None:
+def check_within(tokens: RaggedTokens, within: KeepMask) -> None:
     """Refuse what is no mask of these rows."""
     if not isinstance(within, KeepMask):
         raise ValueError(f"within: must be a KeepMask, got {type(within).__name__}")
@@ -328,14 +259,14 @@ def _check_within(tokens: RaggedTokens, within: KeepMask) -> None:
 
 def _eligible(tokens: RaggedTokens, within: KeepMask | None) -> Tensor:
     if within is not None:
-        _check_within(tokens, within)
+        check_within(tokens, within)
     return tokens.is_patch if within is None else tokens.is_patch & within.keep
 
 
 def _present(tokens: RaggedTokens, within: KeepMask | None) -> int | None:
     """Patches of each image that can be selected, if the host knows their number."""
     if within is not None:
-        _check_within(tokens, within)
+        check_within(tokens, within)
     rows = tokens.max_seqlen if within is None else within.rows_per_image
     return rows - tokens.num_prefix_tokens if tokens.uniform and rows is not None else None
 
@@ -343,19 +274,19 @@ def _present(tokens: RaggedTokens, within: KeepMask | None) -> int | None:
 def _within_limits(kind: str, value: float, min_keep: int, max_keep: int | None) -> Rule:
     for name, number in (("min_keep", min_keep), ("max_keep", max_keep)):
         if number is not None:
-            _check_host_count(name, number)
+            check_host_count(name, number)
     if max_keep is not None and max_keep < min_keep:
         raise ValueError(f"max_keep: must be at least min_keep={min_keep}, got {max_keep}")
     return Rule(kind, value, least=max(1, min_keep), most=None if max_keep is None else max(1, max_keep))
 
 
-def _check_host_count(name: str, number: object) -> None:
+def check_host_count(name: str, number: object) -> None:
     """Refuse what is no whole number; the compiler's stand-in for one is one."""
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise ValueError(f"{name} must be a whole number, got {number!r}")
 
 
-def _counts(tokens: RaggedTokens, counts: Tensor) -> Tensor:
+def counts_of_images(tokens: RaggedTokens, counts: Tensor) -> Tensor:
     """Check that there is one whole number for each image, and put them where the tokens are."""
     if counts.is_floating_point() or counts.dtype == torch.bool:
         raise ValueError(f"KeepMask: counts of the images must be integers, got {counts.dtype}")
@@ -371,21 +302,13 @@ def _one_an_image(tokens: RaggedTokens, values: Tensor) -> Tensor:
     return values.to(tokens.cu_seqlens.device)
 
 
-def _by_rank(tokens: RaggedTokens, values: Tensor, position: Tensor) -> Tensor:
-    """Lay `values [T]` out by rank, at least fp32 `[B, max_seqlen]`, 0 where an image has no row."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    laid = values.new_zeros(tokens.batch_size + 1, max(tokens.max_seqlen, 1), dtype=dtype)
-    laid[tokens.image_id.long(), position.clamp(max=laid.shape[1] - 1)] = values.to(dtype)
-    return laid[: tokens.batch_size]
-
-
 def _select(
     tokens: RaggedTokens, score: Tensor, rule: Rule, within: KeepMask | None, rows: int | None = None
 ) -> KeepMask:
     """Select by a rule; `rows` an image are left if the host knows that."""
     check_score(tokens, score)
     if within is not None:
-        _check_within(tokens, within)
+        check_within(tokens, within)
     chosen = select(
         score,
         rule,

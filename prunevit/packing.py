@@ -16,6 +16,7 @@ from torch import Tensor
 from prunevit.checks import require
 from prunevit.keepmask import KeepMask
 from prunevit.kernels.gather import gather as gather_rows
+from prunevit.kernels.plan import plan as find_places
 from prunevit.tokens import RaggedTokens
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -52,13 +53,17 @@ class Plan:
     Attributes:
         destination: New place in its image of each row that stays, int32 `[T]`; -1 for rows that leave.
         cu_seqlens: Boundaries of the images after packing, int32 `[B + 1]`.
-        extent: All rows that stay, those of the longest image, those of the shortest, int32 `[3]`, if a verb that
-            selects made the plan: then nothing is left to check.
+        extent: All rows that stay, those of the longest image, those of the shortest, int32 `[3]`.
+        is_sound: Whether a verb that selects made the plan: then nothing is left to check.
+        plain: Where the mask's folds are those of such a verb, rows that stay and take up no other, bool `[T]`; else
+            None.
     """
 
     destination: Tensor
     cu_seqlens: Tensor
-    extent: Tensor | None = None
+    extent: Tensor
+    is_sound: bool = False
+    plain: Tensor | None = None
 
 
 def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> RaggedTokens:
@@ -96,7 +101,7 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
     elif tokens.batch_size == 0:
         total, longest, uniform = 0, tokens.max_seqlen, True
     else:
-        total, longest, shortest = _extent(layout).tolist()
+        total, longest, shortest = layout.extent.tolist()
         uniform = longest == shortest
     if capacity is not None and capacity < total:
         raise ValueError(f"pack: capacity must be at least the {total} rows kept, got {capacity}")
@@ -133,7 +138,7 @@ def pack_into(tokens: RaggedTokens, mask: KeepMask, room: Room) -> tuple[RaggedT
         )
     layout = plan(tokens, mask)
     _check_counts(tokens, mask, layout, None)
-    need = _extent(layout)[:2]
+    need = layout.extent[:2]
     # Compiled code must not depend on which rooms are whole: each such question is one more variant to compile.
     if torch.compiler.is_compiling() or not room.holds(Room(tokens.x.shape[0], tokens.max_seqlen)):
         layout = _least_unless_it_fits(layout, need, room, least)
@@ -165,49 +170,42 @@ def _least_unless_it_fits(layout: Plan, need: Tensor, room: Room, least: int) ->
     bounds = layout.cu_seqlens
     fewest = torch.arange(0, len(bounds) * least, least, device=bounds.device, dtype=bounds.dtype)
     leaves = exceeds & (layout.destination >= least)
-    return Plan(torch.where(leaves, -1, layout.destination), torch.where(exceeds, fewest, bounds))
-
-
-def _extent(layout: Plan) -> Tensor:
-    """All rows that stay, those of the longest image, those of the shortest, int32 `[3]`; of at least one image."""
-    if layout.extent is not None:
-        return layout.extent
-    shortest, longest = torch.aminmax(layout.cu_seqlens[1:] - layout.cu_seqlens[:-1])
-    return torch.stack([layout.cu_seqlens[-1], longest, shortest])
+    return replace(
+        layout,
+        destination=torch.where(leaves, -1, layout.destination),
+        cu_seqlens=torch.where(exceeds, fewest, bounds),
+    )
 
 
 def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
     """Find where each row goes; on the device alone.
 
     Cost:
-        None if a verb that selects has found out; else a running sum over `T` rows; with `mask.order` two stable
-        sorts.
+        None if a verb that selects has found out; else two launches on a GPU, elsewhere a running sum over `T` rows
+        and, with `mask.order`, two stable sorts.
     """
     if mask.selection is not None and mask.order is None and mask.soft is None:
         _, chosen, known = mask.selection
         claimed = mask.rows_per_image
         if mask.keep is chosen.keep and claimed in (None, known):
-            return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent)
+            return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound=True)
         fused = None if known is None else known + 1
         if (
             mask.keep is chosen.keep_fused
             and mask.merge_into is chosen.merge_into
             and claimed in (None, fused)
         ):
-            return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused)
-    kept = tokens.live if mask.soft is not None else tokens.live & (mask.keep | ~tokens.is_patch)
-    upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
-    cu_seqlens = upto[tokens.cu_seqlens]
-    if mask.order is None:
-        new = upto[1:] - 1
-    else:
-        low = -torch.inf if mask.order.is_floating_point() else torch.iinfo(mask.order.dtype).min
-        by_order = torch.argsort(mask.order.masked_fill(~tokens.is_patch, low), stable=True)
-        group = tokens.image_id * 2 + (~kept).int()
-        rows = by_order[torch.argsort(group[by_order], stable=True)]
-        new = torch.empty_like(rows).scatter_(0, rows, kept[rows].cumsum(0) - 1)
-    destination = torch.where(kept, new - cu_seqlens[tokens.image_id], -1)
-    return Plan(destination.int(), cu_seqlens.int())
+            plain = chosen.keep if mask.merge_weight is chosen.merge_weight else None
+            return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, True, plain)
+    places = find_places(
+        tokens.source,
+        mask.keep if mask.soft is None else None,
+        mask.order,
+        image_id=tokens.image_id,
+        cu_seqlens=tokens.cu_seqlens,
+        max_seqlen=tokens.max_seqlen,
+    )
+    return Plan(*places)
 
 
 def gather(
@@ -244,6 +242,7 @@ def gather(
         cu_old=tokens.cu_seqlens,
         cu_new=layout.cu_seqlens,
         capacity=capacity,
+        plain=layout.plain,
         **folds,
     )
     return replace(
@@ -284,19 +283,20 @@ def _check_counts(tokens: RaggedTokens, mask: KeepMask, layout: Plan, capacity: 
         require(layout.cu_seqlens[-1] <= capacity, f"pack: the rows kept must fit into capacity={capacity}")
     if mask.merge_into is not None and mask.keep.device.type == "cpu":
         _check_folds(tokens, layout, mask.merge_into)
-    if layout.extent is not None:
+    if layout.is_sound or tokens.batch_size == 0:
         return
-    lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
-    require(
-        (lengths > tokens.num_prefix_tokens).all(),
-        "pack: each image must keep at least one patch; select with the verbs, which keep the best one",
-    )
     if mask.rows_per_image is not None:
         require(
-            (lengths == mask.rows_per_image).all(),
+            (layout.extent[1:] == mask.rows_per_image).all(),
             f"pack: each image must keep the {mask.rows_per_image} rows of mask.rows_per_image; "
             "mend the mask or leave it out",
         )
+        if mask.rows_per_image > tokens.num_prefix_tokens:
+            return
+    require(
+        layout.extent[2] > tokens.num_prefix_tokens,
+        "pack: each image must keep at least one patch; select with the verbs, which keep the best one",
+    )
 
 
 def _check_folds(tokens: RaggedTokens, layout: Plan, into: Tensor) -> None:

@@ -112,7 +112,7 @@ class RaggedTokens:
     @property
     def start(self) -> Tensor:
         """First row of each row's image, int32 `[T]`; the live total for dead rows."""
-        return self.cu_seqlens[self.image_id]
+        return self.cu_seqlens.index_select(0, self.image_id)
 
     @property
     def position(self) -> Tensor:

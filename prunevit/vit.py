@@ -238,6 +238,8 @@ class RaggedViT(nn.Module):
                     softmax_eps=self.softmax_eps if self.training else 0.0,
                 )
             else:
+                if not self.stages_ahead(half + 1):
+                    attention = None  # else q, k and v lie in memory beside the hidden rows of the MLP
                 x = self._run(feed_forward, block, tokens)
             tokens = replace(tokens, x=x)
             tokens, attention = self._prune_ahead(half + 1, tokens, attention, record, capacity)
@@ -303,23 +305,24 @@ class RaggedViT(nn.Module):
         self.exempt_self: bool
         self.softmax_eps: float
         self.exempt_self, self.softmax_eps = agreed.pop() if agreed else (False, 0.0)
-        moved: dict[tuple[int, str], PruningPolicy] = {}
-        for policy in self._policies():
-            for layer in policy.layers:
-                here: tuple[int, str] = (layer, policy.site)
-                earlier = (here, (layer - 1, "after_attention"))[: 1 + (policy.site == "before_block")]
-                blocker = next((moved[place] for place in earlier if place in moved), None)
-                if policy.needs and (blocker is not None or (layer, policy.site) == (0, "before_block")):
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        """Refuse a policy that reads an attention where, in the order of the walk, there is none on its rows."""
+        mover: PruningPolicy | None = None
+        for half in range(2 * self.info.depth):
+            if half % 2:  # the attention of this block has just run
+                mover = None
+            for _, policy in self.stages_ahead(half):
+                if policy.needs and (half == 0 or mover is not None):
                     reason = (
-                        "no attention has run yet"
-                        if blocker is None
-                        else f"{type(blocker).__name__} moves rows"
+                        "no attention has run yet" if mover is None else f"{type(mover).__name__} moves rows"
                     )
                     raise ValueError(
-                        f"{type(policy).__name__}: an attention on the present rows is needed at layer {layer}, "
+                        f"{type(policy).__name__}: an attention on the present rows is needed at layer {half // 2}, "
                         f"but {reason} just before; choose another layer or site"
                     )
-                moved.setdefault(here, policy)
+                mover = policy
 
     # What timm's and Lightning's training code asks of a model.
 

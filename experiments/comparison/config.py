@@ -108,8 +108,8 @@ class ShowConfig(VerbConfig):
     seed: int = key(0, "seed of a policy that draws", low=0, high=2**32 - 1)
 
     def problems(self) -> list[str]:
-        """Say what is wrong with the files, a line each."""
-        lines = []
+        """Say what is wrong with the files and the model, a line each."""
+        lines = self.model.problems()
         if not os.path.isfile(self.image):
             lines.append(f"image: must be a photo, got {self.image or 'none'}")
         elif os.path.exists(self.output) and os.path.samefile(self.image, self.output):

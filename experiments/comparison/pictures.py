@@ -22,6 +22,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_co
 from torch import Tensor
 
 from prunevit import RaggedViT, Trace
+from prunevit.experiments.comparison.figures import any_script
 from prunevit.experiments.comparison.series import PALETTE
 from prunevit.experiments.data import Batch
 from prunevit.experiments.labels import class_names
@@ -202,7 +203,8 @@ def save(figure: Figure, path: Path, title: str, dpi: int = 130) -> None:
         dpi: Pixels an inch.
     """
     content = BytesIO()
-    figure.savefig(content, format="png", dpi=dpi, metadata={"Description": title})
+    with any_script():
+        figure.savefig(content, format="png", dpi=dpi, metadata={"Description": title})
     replace_files({path: content.getvalue()})
 
 

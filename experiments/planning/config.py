@@ -37,12 +37,13 @@ class PlanConfig(OutputConfig):
     output_dir: str | None = key(None, "where the files go; null: only the screen")
 
     def problems(self) -> list[str]:
-        """Say what this machine cannot do, a line each."""
+        """Say what is wrong with the model, and what this machine cannot do, a line each."""
         import torch
 
+        lines = self.model.problems()
         if self.accelerator == "gpu" and not torch.cuda.is_available():
-            return ['accelerator: "gpu" needs a CUDA device, found none; use accelerator=cpu']
-        return []
+            lines.append('accelerator: "gpu" needs a CUDA device, found none; use accelerator=cpu')
+        return lines
 
 
 @dataclass

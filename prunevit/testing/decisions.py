@@ -108,15 +108,17 @@ def check_forward(candidate: Candidate) -> str:
 
 
 def check_leaves_alone(candidate: Candidate) -> None:
-    """Deciding changes neither torch's settings, which are those of the whole process, nor the policy's mode."""
+    """Deciding changes neither what torch keeps for the whole process, nor the policy's mode."""
     pruned = candidate.pruned()
-    with torch.no_grad():
-        before = _surroundings(pruned)
-        pruned(images(), index())
-        after = _surroundings(pruned)
-    for name, value in before.items():
-        if after[name] != value:
-            raise CheckFailure(f"forward must leave {name} at {value}, got {after[name]} after it")
+    for is_graded in (False, True):
+        with torch.set_grad_enabled(is_graded):
+            torch.rand(())  # whoever seeds as the kit did goes back by this number
+            before = _surroundings(pruned)
+            pruned(images(), index())
+            after = _surroundings(pruned)
+        for name, value in before.items():
+            if after[name] != value:
+                raise CheckFailure(f"forward must leave {name} at {value}, got {after[name]} after it")
 
 
 def check_repeats(candidate: Candidate) -> None:
@@ -151,8 +153,17 @@ def _surroundings(pruned: RaggedViT) -> dict[str, object]:
         "torch's default dtype": torch.get_default_dtype(),
         "torch's grad mode": torch.is_grad_enabled(),
         "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch's autocast": torch.is_autocast_enabled("cpu"),
+        "torch's next random number": _next_draw(),
         **modes,
     }
+
+
+def _next_draw() -> float:
+    """The number that torch would draw now, which it still will."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return torch.rand((), generator=generator).item()
 
 
 def _decisions(candidate: Candidate) -> Iterator[Decision]:

@@ -84,11 +84,15 @@ def compare(
         Where they part, or None if they never do.
 
     Raises:
-        ValueError: If the other model has no blocks to look into, or another number of them.
+        ValueError: If the first model is no pruned one; if the other one has no blocks to look into, or another number.
 
     Cost:
         One forward pass of each; all rows of all places are held; O(n * m) distances for each image and place.
     """
+    if not isinstance(pruned, RaggedViT):
+        raise ValueError(
+            f"compare: the first model must be a RaggedViT, as prunevit.prune gives it, got {type(pruned).__name__}"
+        )
     eps = torch.finfo(next(pruned.parameters()).dtype).eps
     tolerance = eps**0.5 if tolerance is None else tolerance
     with torch.no_grad():

@@ -51,8 +51,8 @@ FOUNDATIONS: tuple[Check, ...] = (
     check_prefix,
     check_score,
     check_forward,
-    check_leaves_alone,
     check_repeats,
+    check_leaves_alone,
 )
 """Each builds on those before it, and all others on them."""
 OTHERS: tuple[Check, ...] = (
@@ -142,7 +142,7 @@ def check_policy(
 
 
 def _run(name: str, check: Check, candidate: Candidate) -> Result:
-    dtype = torch.get_default_dtype()
+    dtype, is_graded = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -156,6 +156,7 @@ def _run(name: str, check: Check, candidate: Candidate) -> Result:
         return Result(name, "failed", f"{type(error).__name__}: {line}{_place(error, candidate)}")
     finally:
         torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(is_graded)
 
 
 def _place(error: BaseException | None, candidate: Candidate) -> str:

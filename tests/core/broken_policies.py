@@ -255,3 +255,18 @@ class GoesIntoTraining(Sound):
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Any:
         self.train()
         return super().forward(tokens, attention, layer)
+
+
+class TurnsGradientsOff(Sound):
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Any:
+        torch.set_grad_enabled(False)
+        return super().forward(tokens, attention, layer)
+
+
+class SeedsTheDice(Sound):
+    """Its draws are the same for each image, and the same again, but so is all that is drawn after it."""
+
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> Any:
+        torch.manual_seed(0)
+        by_place = torch.rand(1000, device=tokens.source.device)
+        return top_k(tokens, by_place[tokens.position], self.rate(layer))

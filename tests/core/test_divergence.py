@@ -182,6 +182,8 @@ def test_models_without_the_same_blocks_are_refused() -> None:
         compare(pruned, nn.Identity(), images_of(model))
     with pytest.raises(ValueError, match=r"must have 4 blocks in \.blocks, got 3"):
         compare(pruned, small_vit(depth=3), images_of(model))
+    with pytest.raises(ValueError, match=r"must be a RaggedViT, as prunevit\.prune gives it, got Vision"):
+        compare(model, pruned, images_of(model))
 
     class Elsewhere(nn.Module):
         def __init__(self) -> None:

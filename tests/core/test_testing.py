@@ -32,6 +32,14 @@ BROKEN = {
         ["leaves_alone"],
         "forward must leave the training mode of the policy at False, got True after it",
     ),
+    "TurnsGradientsOff": (
+        ["leaves_alone"],
+        "forward must leave torch's grad mode at True, got False after it",
+    ),
+    "SeedsTheDice": (
+        ["leaves_alone"],
+        r"forward must leave torch's next random number at 0\.\d+, got 0\.\d+",
+    ),
     "ForgetsNeeds": (
         ["forward"],
         r"prefix_attention.*\(broken_policies.py:\d+\)|NoneType.*\(broken_policies.py:\d+\)",

@@ -12,7 +12,7 @@ from timm.optim import param_groups_layer_decay
 
 import prunevit
 from prunevit import KeepMask, PruningPolicy
-from prunevit.policies import EViT, NoPruning, ToMe, TopK, TopP
+from prunevit.policies import EViT, KMedoids, NoPruning, ToMe, TopK, TopP
 
 VARIANTS = {
     "cls": {},
@@ -257,6 +257,19 @@ def test_two_policies_act_in_one_forward_and_must_not_blind_each_other() -> None
     assert [(stage.layer, stage.policy) for stage in trace.stages] == [(1, 0), (3, 1)]
     with pytest.raises(ValueError, match="TopP: an attention on the present rows is needed at layer 1"):
         prunevit.prune(model, [TopK(0.5, (1,)), TopP(0.5, (1,))])
+
+
+def test_what_blinds_a_policy_is_what_acts_before_it_in_the_walk_and_not_in_the_list() -> None:
+    model, images = small_vit(), torch.randn(2, 3, 96, 96, dtype=torch.float64)
+    blind = (
+        r"^KMedoids: an attention on the present rows is needed at layer 2, but TopK moves rows just before"
+    )
+    for policies in ([KMedoids(0.5, (2,)), TopK(0.5, (1,))], [TopK(0.5, (1,)), KMedoids(0.5, (2,))]):
+        with pytest.raises(ValueError, match=blind):
+            prunevit.prune(model, policies)
+    for policies in ([KMedoids(0.5, (1,)), TopK(0.5, (1,))], [TopK(0.5, (1,)), KMedoids(0.5, (1,))]):
+        stages = prunevit.prune(model, policies).trace(images).stages
+        assert [stage.site for stage in stages] == ["before_block", "after_attention"]
 
 
 def test_an_empty_batch_has_empty_logits() -> None:

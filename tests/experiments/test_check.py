@@ -124,6 +124,7 @@ def test_bare_words_and_switches_get_their_keys() -> None:
     assert with_keys(VERBS["evaluate"], ["evit", "policy=topk"]) == ["evit", "policy=topk"]
     several = Verb("", "comparison.report_run:ReportConfig", "", "runs")
     assert with_keys(several, ["a b", "3", "output=x"]) == ['runs=["a b","3"]', "output=x"]
+    assert with_keys(several, ["runs/lr=0.1", "../a=b"]) == ['runs=["runs/lr=0.1","../a=b"]']
     assert with_keys(several, []) == []
 
 

@@ -36,6 +36,12 @@ def test_wilson_where_it_is_simple(successes: int, low: float, high: float) -> N
     assert wilson(successes, 10) == pytest.approx((low, high), abs=1e-12)
 
 
+@pytest.mark.parametrize("total", [1, 10, 200, 300, 985, 50_000])
+def test_wilson_holds_a_share_of_all_or_none_exactly(total: int) -> None:
+    assert wilson(total, total)[1] == 1
+    assert wilson(0, total)[0] == 0
+
+
 def test_wilson_bounds_solve_the_score_equation() -> None:
     successes, total = 281, 300
     for bound in wilson(successes, total):

@@ -227,6 +227,12 @@ def test_figures_are_whole_and_the_same_each_time() -> None:
     assert all(word in words for word in ("evit", "tome", "unpruned", "Pareto front", "not representative"))
 
 
+def test_figures_of_odd_names_and_of_shares_at_their_end() -> None:
+    rows = [{**row, "run": "A", "name": f"日本 $x_$ {row['name']}"} for row in two_policies()]
+    rows[0] |= {"top1": 100.0, "top1_high": 99.99999999999999}  # as rounding left it in earlier results
+    assert "日本" in "".join(ET.fromstring(figures(rows)["tokens_by_block.svg"]).itertext())
+
+
 def test_the_files_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "A", two_policies())
     assert main(["report", str(folder)]) == 0

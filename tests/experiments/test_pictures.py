@@ -149,6 +149,13 @@ def test_many_stages_take_several_lines() -> None:
     assert len(places) == 7
 
 
+def test_a_name_in_another_script_is_no_warning(tmp_path: Path) -> None:
+    (row,) = look("topk", pruned_model(TopK(layers=[0])), a_batch(1))
+    save(draw("日本.jpg", [row]), tmp_path / "a.png", "日本.jpg")
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.info["Description"] == "日本.jpg"
+
+
 def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
     (row,) = look("$x_{$", pruned_model(TopK(layers=[0])), a_batch(1))
     save(draw(r"a$\foo$.jpg", [row]), tmp_path / "a.png", r"a$\foo$.jpg")

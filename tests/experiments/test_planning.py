@@ -70,9 +70,17 @@ def test_what_depends_on_the_data_is_measured(
     assert "means over 4 training photos" in out
 
 
-def test_what_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "model=deit_small_patch16_224", "policy.layers=[3,20]"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("policy.layers=[3,20]", "EViT: layers must lie in 0..11 (the model has 12 blocks), got 20"),
+        ("model.img_size=0", "model.img_size: must be px or [height, width], got 0"),
+        ("model.img_size=[1,2,3]", "model.img_size: must be px or [height, width], got [1, 2, 3]"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(word: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=deit_small_patch16_224", word]) == 2
+    assert capsys.readouterr().err == f"prunevit: {line}\n"
 
 
 def test_the_papers_beside_ours() -> None:

@@ -135,7 +135,9 @@ def test_a_row_is_measured_anew_once_a_base_class_of_its_policy_has_changed(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "compared_base.py").write_text(FLAKY)
-    (tmp_path / "compared.py").write_text("from compared_base import Flaky\n\nclass Derived(Flaky):\n    pass\n")
+    (tmp_path / "compared.py").write_text(
+        "from compared_base import Flaky\n\nclass Derived(Flaky):\n    pass\n"
+    )
     row = "policy: {name: 'compared:Derived'}"
     words = [*MODEL, "data=sample200", f"weights={weights}", f"rows={rows_file(row, EVIT)}"]
     config = compose("compare", CompareConfig, words)

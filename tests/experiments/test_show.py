@@ -60,6 +60,7 @@ def test_logits_that_are_not_finite(
         (["{photo}", "output={folder}/no/k.png"], "output: must be a file that can be written"),
         (["{text}"], "image: {text}: not a readable image (empty or in no known format)"),
         (["{photo}", "policy.layers=[99]"], "EViT: layers"),
+        (["{photo}", "model.img_size=0"], "model.img_size: must be px or [height, width], got 0"),
         (["{photo}", "policy=evitt"], "policy: unknown name, got evitt; the nearest is evit"),
     ],
 )

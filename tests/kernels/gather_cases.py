@@ -8,7 +8,7 @@ from torch import Tensor
 
 from prunevit.kernels.gather import Gathered, gather_reference
 
-FOLDS = ("none", "one heir", "pairs", "anything")
+FOLDS = ("none", "one heir", "selection", "pairs", "anything")
 
 
 def make_gather_case(
@@ -24,8 +24,9 @@ def make_gather_case(
 ) -> dict[str, Any]:
     """Draw the arguments of `gather`: rows with NaN wherever nothing may be read, and `spare` dead rows to fill.
 
-    "one heir" folds all rows that leave an image into one; "pairs" folds most of them into rows that stay;
-    "anything" lets kept rows join others or nobody, and rows join what does not stay.
+    "one heir" folds all rows that leave an image into one; "selection" does so as `select` does, and says so;
+    "pairs" folds most of them into rows that stay; "anything" lets kept rows join others or nobody, and rows join
+    what does not stay.
     """
     generator = torch.Generator().manual_seed(sum(lengths) + channels)
     live = sum(lengths)
@@ -37,9 +38,11 @@ def make_gather_case(
     kept[live:] = False
     row = torch.arange(num_rows)
     partner = _random_partner(image_id, starts, generator)
-    if fold == "one heir":
+    plain = kept
+    if fold in ("one heir", "selection"):
         heir = starts[image_id] + (torch.tensor([*lengths, 0])[image_id] > 1)
-        kept |= (row == heir) & (row < live)
+        plain = kept & (row != heir)
+        kept = kept | ((row == heir) & (row < live))
         merge_into = torch.where(kept, row, heir)
     else:
         merge_into = torch.where(kept[partner], partner, -1)
@@ -60,7 +63,7 @@ def make_gather_case(
     cu_new = torch.cat([torch.zeros(1, dtype=torch.int64), seqlens.cumsum(0)]).int()
     destination = torch.where(kept, kept.cumsum(0) - 1 - cu_new[image_id], -1).int()
     wide = torch.promote_types(dtype, torch.float32)
-    case = {
+    case: dict[str, Any] = {
         "x": x,
         "image_id": image_id.int(),
         "source": (row - 1).int(),
@@ -72,6 +75,9 @@ def make_gather_case(
     }
     names = ("size", "key_weight", "soft", "merge_weight", "size_in", "key_weight_in")
     case |= {name: None if name in absent else rows().to(wide) for name in names}
+    case["plain"] = plain if fold == "selection" else None
+    if fold == "selection" and case["merge_weight"] is not None:
+        case["merge_weight"] = torch.where(plain, 1.0, case["merge_weight"])
     return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in case.items()}
 
 
@@ -146,7 +152,7 @@ def eager(case: dict[str, Any]) -> dict[str, Tensor]:
     """Compute the reference in the dtype of the case."""
     size = case["size"] if case["size_in"] is None else case["size_in"]
     key_weight = case["key_weight"] if case["key_weight_in"] is None else case["key_weight_in"]
-    order = ("soft", "destination", "cu_old", "cu_new", "capacity", "merge_into", "merge_weight")
+    order = ("soft", "destination", "cu_old", "cu_new", "capacity", "merge_into", "merge_weight", "plain")
     folds_key_weight = case["merge_into"] is not None and case["key_weight_in"] is not None
     arguments: list[Any] = [case["x"], case["image_id"], case["source"], size, key_weight]
     arguments += [*(case[name] for name in order), folds_key_weight]

@@ -3,6 +3,8 @@
 `test_gather.py` runs this file in a process of its own: TRITON_INTERPRET=1 must be set before triton is imported.
 """
 
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from gather_cases import FOLDS, assert_gathered, make_gather_case
 from selection_cases import poison
 
+from prunevit import RaggedTokens, fuse, pack, threshold, top_k
 from prunevit.kernels import gather as door
 from prunevit.kernels.gather import gather
+from prunevit.packing import plan
 
 pytestmark = pytest.mark.interpret
 
@@ -38,13 +42,14 @@ def test_gather(lengths: list[int], dtype: torch.dtype, fold: str) -> None:
     assert_gathered(gather(**case), case)
 
 
+@pytest.mark.parametrize("fold", ["one heir", "selection"])
 @pytest.mark.parametrize("channels", [1, 5, 130, 384])
-def test_gather_channels(channels: int) -> None:
-    case = make_gather_case([12, 9], channels, torch.float16, "one heir", spare=3)
+def test_gather_channels(channels: int, fold: str) -> None:
+    case = make_gather_case([12, 9], channels, torch.float16, fold, spare=3)
     assert_gathered(gather(**case), case)
 
 
-@pytest.mark.parametrize("fold", ["none", "pairs"])
+@pytest.mark.parametrize("fold", ["none", "selection", "pairs"])
 def test_gather_what_is_absent(fold: str) -> None:
     names = ("size", "key_weight", "soft", "merge_weight", "size_in", "key_weight_in")
     for here in product([True, False], repeat=len(names)):
@@ -57,13 +62,30 @@ def test_gather_what_is_absent(fold: str) -> None:
 def test_gather_as_for_many_images(fold: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from prunevit.kernels import triton_gather
 
-    tile = triton_gather.choose_tile(1000, 200_000, 140, folds=fold != "none")
+    tile = triton_gather.choose_tile(1000, 200_000, 140, fold != "none", fold == "selection")
     monkeypatch.setattr(triton_gather, "choose_tile", lambda *sizes: tile)
     case = make_gather_case([50, 1, 90], 140, torch.float32, fold, spare=70)
     assert_gathered(gather(**case), case)
 
 
-@pytest.mark.parametrize("fold", ["none", "one heir"])
+@pytest.mark.parametrize("fold", ["none", "one heir", "selection"])
 def test_gather_never_writes_beyond_capacity(fold: str) -> None:
     case = make_gather_case([20, 30], 8, torch.float32, fold, spare=-6)
     assert_gathered(gather(**case), case)
+
+
+def test_pack_by_the_folds_of_a_selection() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = RaggedTokens.from_padded(torch.rand(3, 31, 20, generator=generator), 1, (5, 6))
+    for select in (partial(top_k, rate=0.7), partial(threshold, value=0.4), partial(top_k, rate=0.9)):
+        score = torch.rand(len(tokens.x), generator=generator)
+        mask = fuse(tokens, select(tokens, score), score)
+        by_search, reweighted = replace(mask, selection=None), replace(mask, merge_weight=score)
+        assert plan(tokens, mask).plain is not None
+        assert plan(tokens, by_search).plain is None
+        assert plan(tokens, reweighted).plain is None
+        got, right = pack(tokens, mask), pack(tokens, by_search)
+        for name in ("x", "size", "source", "image_id", "cu_seqlens"):
+            torch.testing.assert_close(getattr(got, name), getattr(right, name), rtol=1e-6, atol=1e-6)
+        tokens = got
+    assert not tokens.uniform

@@ -31,7 +31,7 @@ def test_reference_against_a_loop(dtype: torch.dtype, fold: str) -> None:
     assert_gathered(gather(**case), case)
 
 
-@pytest.mark.parametrize("fold", ["none", "pairs"])
+@pytest.mark.parametrize("fold", ["none", "selection", "pairs"])
 def test_what_is_absent(fold: str) -> None:
     for here in product([True, False], repeat=len(OPTIONAL)):
         absent = tuple(name for name, there in zip(OPTIONAL, here) if not there)
@@ -77,13 +77,14 @@ def test_compiled_without_a_break(fold: str) -> None:
 
 
 @pytest.mark.parametrize("channels", [192, 384, 1664])
-@pytest.mark.parametrize("fold", ["none", "one heir"])
+@pytest.mark.parametrize("fold", ["none", "one heir", "selection"])
 @pytest.mark.parametrize("many", [False, True])
 def test_kernel_compiles_for_hopper(
     many: bool, fold: str, channels: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from prunevit.kernels import triton_gather
 
+    monkeypatch.setattr(triton_gather, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
     chosen = triton_gather.choose_tile
     monkeypatch.setattr(
         triton_gather,
@@ -99,13 +100,14 @@ def test_kernel_compiles_for_hopper(
         assert re.search(r"ld\.global[\w.:]*\.v4", compiled.ptx)
         assert re.search(r"st\.global[\w.:]*\.v4", compiled.ptx)
         assert not re.search(r"^\s*(atom|red)\b", compiled.ptx, re.MULTILINE)
+        assert "griddepcontrol.wait" in compiled.ptx
 
 
 def positional(case: dict[str, Any]) -> tuple[Any, ...]:
     """Put a case in the order that the operation takes."""
     order = (
         "x", "image_id", "source", "size_in", "key_weight_in", "soft", "destination", "cu_old", "cu_new",
-        "capacity", "merge_into", "merge_weight",
+        "capacity", "merge_into", "merge_weight", "plain",
     )  # fmt: skip
     folds_key_weight = case["merge_into"] is not None and case["key_weight_in"] is not None
     return (*(case[name] for name in order), folds_key_weight)
@@ -135,7 +137,7 @@ def test_many_images_on_a_gpu_same_bits_twice() -> None:
 
 @pytest.mark.gpu
 def test_what_is_absent_on_a_gpu() -> None:
-    for fold in ("none", "pairs"):
+    for fold in ("none", "selection", "pairs"):
         for absent in ((), OPTIONAL, OPTIONAL[3:], OPTIONAL[:3], ("size_in", "key_weight_in")):
             case = make_gather_case([40, 12], 24, torch.float16, fold, spare=2, absent=absent, device="cuda")
             assert_gathered(gather(**case), case)

@@ -16,22 +16,25 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
 
 
-def run_interpreted(cases: str) -> None:
-    """Run a file of this folder where TRITON_INTERPRET=1 stands before the first import of triton."""
+def run_interpreted(*cases: str) -> None:
+    """Run files of this folder where TRITON_INTERPRET=1 stands before the first import of triton."""
     triton = pytest.importorskip("triton")
     if triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("the interpreter of triton 3.6 cannot take a loop bound under numpy 2.4 and newer")
-    file = Path(__file__).with_name(cases)
+    files = [Path(__file__).with_name(name) for name in cases]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(file), "-q", "-n", "0", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", *map(str, files), "-q", "-n", "0", "-p", "no:cacheprovider"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=file.parent,
+        cwd=files[0].parent,
         capture_output=True,
         text=True,
         timeout=600,

@@ -92,7 +92,10 @@ def test_training_forward_and_loss(architecture: str, eps: float) -> None:
         assert stage.mask.soft is not None
         order = stage.mask.order
         assert order is not None
-        masks = [soft[rank.argsort()] for soft, rank in zip(stage.mask.soft.view(3, -1), order.view(3, -1))]
+        masks = [
+            soft[rank.argsort(stable=True)]
+            for soft, rank in zip(stage.mask.soft.view(3, -1), order.view(3, -1))
+        ]
         torch.testing.assert_close(
             torch.stack(masks), torch.stack([mask_of(tokens) for tokens in twin.after]), rtol=0, atol=1e-11
         )

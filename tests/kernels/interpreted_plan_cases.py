@@ -1,0 +1,41 @@
+"""The kernel of `plan` on a CPU, interpreted; bf16 is wrong there.
+
+`test_plan.py` runs this file in a process of its own: TRITON_INTERPRET=1 must be set before
+triton is imported.
+"""
+
+import pytest
+import torch
+from plan_cases import LENGTHS, ORDERS, assert_plan, make_plan_case
+from selection_cases import poison
+
+from prunevit.kernels import plan as door
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "takes_triton", lambda rows: True)
+    poison(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_plan(lengths: list[int], kind: str) -> None:
+    case = make_plan_case(lengths, kind, dead_rows=7)
+    assert_plan(case, case.plan())
+
+
+@pytest.mark.parametrize("kind", ["present", "tied"])
+def test_keeps_all_within_a_loose_bound(kind: str) -> None:
+    case = make_plan_case([9, 40], kind, prefix=2, dead_rows=300, bound=290)
+    assert_plan(case, door.plan(case.source, None, case.order, **case.layout), keeps_all=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int16, torch.int32])
+def test_orders_of_any_dtype(dtype: torch.dtype) -> None:
+    case = make_plan_case([40, 3], "random", prefix=0)
+    assert case.order is not None
+    case.order = torch.stack([case.order, case.order], 1)[:, 0].to(dtype)
+    assert_plan(case, case.plan())
