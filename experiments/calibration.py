@@ -28,6 +28,7 @@ class Calibration:
         images: How many to take, evenly spaced over the split.
         batch_size: Images a batch.
         device: Where they go.
+        costs: What was measured on them, GMACs by what it was measured of.
     """
 
     data: DataConfig
@@ -35,6 +36,7 @@ class Calibration:
     images: int
     batch_size: int
     device: torch.device | str = "cpu"
+    costs: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _entering: tuple[Any, int, list[RaggedTokens]] = field(default=(None, 0, []), init=False, repr=False)
 
     @classmethod

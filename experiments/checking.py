@@ -1,8 +1,6 @@
-# ruff: noqa: RUF009 (`key` and `group` return dataclass fields)
 """`prunevit check POLICY`: hold a policy against what every policy owes, and report."""
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,34 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from prunevit.experiments.compose import read_yaml
-from prunevit.experiments.config import VerbConfig, group, key
+from prunevit.experiments.config import CheckConfig
 from prunevit.experiments.policy_spec import build_policy
 from prunevit.policies import POLICIES
 from prunevit.testing import Result, check_policy
 
 COLOURS = {"passed": "green", "failed": "bold red", "not applicable": "dim", "not reached": "dim"}
-
-
-@dataclass
-class CheckConfig(VerbConfig):
-    """The keys of `prunevit check`."""
-
-    policy: dict[str, Any] = group(dict, "a file of configs/policy, package.module:Class or file.py:Class")
-    all: bool = key(False, "check every shipped policy, with the settings of its file (also --all)")
-    accelerator: str = key(
-        "auto", "where waiting, graphs and cost are looked at", choices=("auto", "cpu", "gpu")
-    )
-
-    def problems(self) -> list[str]:
-        """Say what contradicts itself, or what this machine cannot do."""
-        import torch
-
-        lines = []
-        if bool(self.policy) == self.all:
-            lines.append("policy: name one policy, as in prunevit check evit, or all of them: --all")
-        if self.accelerator == "gpu" and not torch.cuda.is_available():
-            lines.append('accelerator: "gpu" needs a CUDA device, found none; use accelerator=cpu')
-        return lines
 
 
 def run(config: CheckConfig) -> int:

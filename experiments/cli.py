@@ -1,20 +1,21 @@
 """The command line: `prunevit VERB key=value ...`.
 
-Exit codes: 0 done; 1 a check failed; 2 wrong input, with a line for each problem on stderr; 130 interrupted; 143
-terminated. What takes its time to import is imported once an interruption is heard.
+Exit codes: 0 done; 1 a check failed; 2 wrong input, with a line for each problem on stderr; 130 interrupted; 141 nobody
+reads on, as in `| head -1`; 143 terminated. What takes its time to import is imported once an interruption is heard.
 """
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any
 
 from prunevit.experiments.ranks import is_first_process
 
-INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
+AGAIN_S = 1.0  # `timeout` sends SIGTERM to the process and then to its group: one termination
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,35 +28,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with _terminations() as terminated:
+    with _interruptions() as heard:
         try:
-            return _run(words)
-        except KeyboardInterrupt as stop:
-            # Every process of a distributed run hears of it; one of them says so.
-            if is_first_process():
-                how = "terminated" if terminated else "interrupted"
-                left = stop.args[0] if stop.args else "nothing was written"
-                print(f"prunevit: {how}, {left}", file=sys.stderr)
-            return TERMINATED if terminated else INTERRUPTED
+            code = _run(words)
+            sys.stdout.flush()
+            return code
+        except BaseException as error:
+            # After a signal, whatever else comes out of the unwinding is that interruption.
+            if heard or isinstance(error, KeyboardInterrupt):
+                return _interrupted(error, (heard or [signal.SIGINT])[0])
+            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+                return _unread()
+            raise
 
 
 @contextmanager
-def _terminations() -> Iterator[list[int]]:
-    """Let SIGTERM end the work as Ctrl-C does; gives a list that is not empty once it has."""
+def _interruptions() -> Iterator[list[int]]:
+    """Let SIGTERM end the work as Ctrl-C does; gives the signals that were heard."""
     heard: list[int] = []
+    before: dict[int, Any] = {}
+    last = 0.0
 
-    def end(number: int, frame: object) -> NoReturn:
+    def end(number: int, frame: object) -> None:
+        nonlocal last
+        since, last = time.monotonic() - last, time.monotonic()
+        if heard and since < AGAIN_S:
+            return
         heard.append(number)
+        # A loader's processes end with this one; torch's handler would raise for each of them.
+        before.setdefault(signal.SIGCHLD, signal.signal(signal.SIGCHLD, lambda *_: None))
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield heard
         return
-    before = signal.signal(signal.SIGTERM, end)
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background ignores it
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, end)
     try:
         yield heard
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupted(error: BaseException, number: int) -> int:
+    """Say so; every process of a distributed run hears of it, and one of them speaks."""
+    if is_first_process():
+        how = "terminated" if number == signal.SIGTERM else "interrupted"
+        left = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else "nothing was written"
+        print(f"prunevit: {how}, {left}", file=sys.stderr)
+    return 128 + number
+
+
+def _unread() -> int:
+    """End quietly where the reader of the output has gone; Python would flush the rest of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _run(words: list[str]) -> int:

@@ -172,7 +172,7 @@ class ImagesConfig(OutputConfig):
     calibration_images: int = key(
         512, "training photos on which policy.gmacs=... sets a knob whose cost depends on the data", low=1
     )
-    progress: bool = key(True, "show a progress bar")
+    progress: bool = key(True, "show a progress bar; without a terminal, a line at the start")
 
     def problems(self) -> list[str]:
         """Say what this machine cannot do or what contradicts itself, a line each."""
@@ -213,7 +213,7 @@ class ImagesConfig(OutputConfig):
 class RunConfig(ImagesConfig):
     """The keys of every verb that runs one policy on images."""
 
-    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
+    policy: dict[str, Any] = group(dict, "a file of configs/policy, package.module:Class or file.py:Class")
 
 
 @dataclass
@@ -234,6 +234,28 @@ class EvaluateConfig(RunConfig, MeasureConfig):
 @dataclass
 class PoliciesConfig(VerbConfig):
     """The keys of `prunevit policies`: none."""
+
+
+@dataclass
+class CheckConfig(VerbConfig):
+    """The keys of `prunevit check`."""
+
+    policy: dict[str, Any] = group(dict, "a file of configs/policy, package.module:Class or file.py:Class")
+    all: bool = key(False, "check every shipped policy, with the settings of its file (also --all)")
+    accelerator: str = key(
+        "auto", "where waiting, graphs and cost are looked at", choices=("auto", "cpu", "gpu")
+    )
+
+    def problems(self) -> list[str]:
+        """Say what contradicts itself, or what this machine cannot do."""
+        import torch
+
+        lines = []
+        if bool(self.policy) == self.all:
+            lines.append("policy: name one policy, as in prunevit check evit, or all of them: --all")
+        if self.accelerator == "gpu" and not torch.cuda.is_available():
+            lines.append('accelerator: "gpu" needs a CUDA device, found none; use accelerator=cpu')
+        return lines
 
 
 def first_line(error: BaseException) -> str:

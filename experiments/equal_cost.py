@@ -1,9 +1,11 @@
 """The knob at which a policy costs what was asked for: `policy.gmacs`."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
@@ -13,6 +15,7 @@ from prunevit import prune
 from prunevit.experiments.calibration import Calibration
 from prunevit.experiments.config import InputError
 from prunevit.experiments.cost import cost_of, known_cost
+from prunevit.experiments.knob_text import in_short
 from prunevit.experiments.policy_spec import Spec, build_policy, policy_errors
 from prunevit.experiments.ranks import is_first_process
 from prunevit.experiments.weights import Weights
@@ -48,33 +51,102 @@ def solve(
     Cost:
         Some 20 to 30 costs by counts, or about eight passes over 64 photos and two over all of them.
     """
-    target = spec.get("gmacs")
-    if target is None:
+    if spec.get("gmacs") is None:
         return spec
-    rest = {name: value for name, value in spec.items() if name != "gmacs"}
-    with policy_errors(spec["name"]):
-        policy = build_policy(rest, seed)
-        known = known_cost(model, policy) is not None
-    knob = policy.knob
-
-    def cost(value: Any, photos: Calibration) -> float:
-        return cost_of({**rest, knob: value}, model, photos, seed, weights).gmacs
-
-    info = prune(model, NoPruning()).info
-    values = _values(policy, info.grid[0] * info.grid[1])
-    search = _Search(target, lambda value: cost(value, calibration.few), values, on_photos=not known)
-    span = (0, len(values) - 1) if values is not None else _span(policy)
-    if known:
-        value, gmacs = search.between(*span)
+    task = _Task.of(spec, model, calibration, seed, weights)
+    search, knob = task.search, task.knob
+    if not search.on_photos:
+        value, gmacs = search.between(*task.span)
     else:
-        with _said(
-            f"{spec['name']}: {knob} for {target:g} GMACs on up to {calibration.images} training photos"
-        ):
+        asked = f"{task.name}: {knob} for {search.target:g} GMACs"
+        with _said(f"{asked} on up to {calibration.images} training photos") as found:
             value, gmacs = _confirmed(
-                search, span, lambda value: cost(value, calibration), calibration.few is not calibration
+                search,
+                task.span,
+                lambda value: task.cost(value, calibration),
+                calibration.few is not calibration,
             )
-    search.check(spec["name"], knob, gmacs)
-    return {**rest, knob: value}
+            found.append(f"{knob}={in_short(value)}, {gmacs:.3f} GMACs")
+    search.check(task.name, knob, gmacs)
+    return {**task.rest, knob: value}
+
+
+def check_reach(
+    spec: Spec, model: Any, calibration: Calibration, seed: int = 0, weights: Weights | None = None
+) -> None:
+    """Refuse a cost that no value of the knob comes near, by the two ends alone; arguments as in `solve`.
+
+    Raises:
+        InputError: If the cost is out of reach; says what can be reached.
+
+    Cost:
+        Two costs by counts or passes over 64 photos, which `solve` does not repeat.
+    """
+    if spec.get("gmacs") is None:
+        return
+    task = _Task.of(spec, model, calibration, seed, weights)
+    search, seen = task.search, len(calibration.few.costs)
+    console, started = _console(), time.monotonic()
+    with console.status(f"{task.name}: which costs it reaches"):
+        search.ends(*task.span)
+    if len(calibration.few.costs) > seen:
+        low, high = search.reached()
+        console.print(
+            f"{task.name}: {task.knob} reaches {low:.4g} to {high:.4g} GMACs on up to "
+            f"{calibration.few.images} training photos, seen in {time.monotonic() - started:.0f} s",
+            markup=False,
+        )
+    if not search.holds_target():
+        search.check(task.name, task.knob, search.nearest(search.target)[1])
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A knob that is to be set.
+
+    Attributes:
+        name: Of the policy.
+        rest: Of the policy's settings.
+        knob: Name of the missing one.
+        cost: By its value, on photos where it depends on them.
+        search: On few photos.
+        span: Where.
+    """
+
+    name: str
+    rest: Spec
+    knob: str
+    cost: Callable[[Any, Calibration], float]
+    search: "_Search"
+    span: tuple[float, float]
+
+    @classmethod
+    def of(
+        cls, spec: Spec, model: Any, calibration: Calibration, seed: int, weights: Weights | None
+    ) -> "_Task":
+        """The task of a policy with `gmacs`."""
+        rest = {name: value for name, value in spec.items() if name != "gmacs"}
+        with policy_errors(spec["name"]):
+            policy = build_policy(rest, seed)
+            known = known_cost(model, policy) is not None
+        knob = policy.knob
+
+        def cost(value: Any, photos: Calibration) -> float:
+            chosen = {**rest, knob: value}
+            if known:
+                return cost_of(chosen, model, photos, seed, weights).gmacs
+            key = json.dumps([chosen, seed, weights and weights.path], sort_keys=True, default=str)
+            if key not in photos.costs:
+                photos.costs[key] = cost_of(chosen, model, photos, seed, weights).gmacs
+            return photos.costs[key]
+
+        info = prune(model, NoPruning()).info
+        values = _values(policy, info.grid[0] * info.grid[1])
+        search = _Search(
+            spec["gmacs"], lambda value: cost(value, calibration.few), values, on_photos=not known
+        )
+        span = (0, len(values) - 1) if values is not None else _span(policy)
+        return cls(spec["name"], rest, knob, cost, search, span)
 
 
 def _confirmed(
@@ -106,16 +178,22 @@ def _confirmed(
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
-    """Say on stderr what takes its time, and how long it took; a terminal shows that it goes on."""
-    if not is_first_process():
-        yield
-        return
-    console, started = Console(stderr=True, soft_wrap=True, highlight=False), time.monotonic()
+def _said(what: str) -> Iterator[list[str]]:
+    """Say on stderr what takes its time, and how long it took; a terminal shows that it goes on.
+
+    Gives a list for what was found.
+    """
+    found: list[str] = []
+    console, started = _console(), time.monotonic()
     console.print(what, markup=False)
     with console.status("..."):
-        yield
-    console.print(f"found in {time.monotonic() - started:.0f} s")
+        yield found
+    console.print(f"found {', '.join(found)}, in {time.monotonic() - started:.0f} s", markup=False)
+
+
+def _console() -> Console:
+    """Where the first process says what it does; the others say nothing."""
+    return Console(stderr=True, soft_wrap=True, highlight=False, quiet=not is_first_process())
 
 
 class _Search:
@@ -131,14 +209,18 @@ class _Search:
         self.seen: dict[float, float] = {}  # cost by place
 
     def between(self, low: float, high: float) -> tuple[Any, float]:
-        """The best value between two places, and its cost; an infinite upper one is approached by doubling."""
+        """The best value between two places, and its cost."""
+        self.ends(low, high)
+        return self.nearest(self.target)
+
+    def ends(self, low: float, high: float) -> None:
+        """Look at two places; an infinite upper one is approached by doubling."""
         start = 1.0 if math.isinf(high) else high
         # The lower bound itself is excluded, as in `knob_range`.
         self._look(low if self.values is not None else low + 1e-6 * (start - low))
         self._look(start)
         while math.isinf(high) and self._bracket() is None and start < LARGEST:
             self._look(start := 2 * start)
-        return self.nearest(self.target)
 
     def nearest(self, target: float) -> tuple[Any, float]:
         """The best value for another target, and its cost, going on from what was seen.
@@ -180,11 +262,19 @@ class _Search:
                 f"policy.gmacs: no {knob} of {name} costs within {allowed:.0%} of {self.target:g} GMACs here; "
                 f"the nearest costs {gmacs:.4g}"
             )
-        costs = self.seen.values()
+        low, high = self.reached()
         raise InputError(
-            f"policy.gmacs: {knob} of {name} reaches {min(costs):.4g} to {max(costs):.4g} GMACs here, "
-            f"got {self.target:g}"
+            f"policy.gmacs: {knob} of {name} reaches {low:.4g} to {high:.4g} GMACs here, "
+            f"got {self.target:g}; ask for another cost"
         )
+
+    def reached(self) -> tuple[float, float]:
+        """The least and the largest cost that was seen."""
+        return min(self.seen.values()), max(self.seen.values())
+
+    def holds_target(self) -> bool:
+        """Whether costs below and above the target were seen, or the target itself."""
+        return self._bracket() is not None
 
     def _value(self, place: float) -> Any:
         return place if self.values is None else self.values[int(place)]

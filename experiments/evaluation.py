@@ -51,8 +51,8 @@ def run(config: EvaluateConfig) -> list[Row]:
         if not trainer.is_global_zero:
             return []
         (row,) = complete_rows([contender], data, config)
-        print_report(row)
         write_results(output, config, [row])
+        print_report(row)
         records.append(row)
     print(f"results in {output}")
     return [row]

@@ -53,7 +53,12 @@ def key_rows(keys: dict[str, Any], chosen: dict[str, Any]) -> list[tuple[str, st
     """The keys of a verb with their defaults: what each means, and what it can be; arguments as `group_rows`."""
     rows = [("config=null", "a YAML file of keys, read before the command line")]
     for path, declared in keys.items():
-        if path != "policy":
+        if path == "policy":
+            if "calibration_images" in keys:
+                rows.append(
+                    ("policy.gmacs=null", "equal cost: GMACs an image that the policy's knob is set to")
+                )
+        else:
             choices = declared.metadata["choices"]
             among = f"; one of {', '.join(choices)}" if choices else ""
             rows.append((f"{path}={_default(declared, path, chosen)}", declared.metadata["help"] + among))

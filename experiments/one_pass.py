@@ -1,6 +1,7 @@
 """One pass over the images for any number of rows: each image is read once, the unpruned model runs once."""
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -86,6 +87,8 @@ class OnePass(LightningModule):
             each.measures.to(self.device)
             each.guesses = [guess.to(self.device) for guess in each.guesses]
         images = len(range(self.trainer.global_rank, self.data.size, self.trainer.world_size))
+        if self.trainer.is_global_zero:
+            self._say_what_runs(images)
         done = sum(min(each.batches * self.config.batch_size, images) for each in self.contenders)
         self.bar.begin(images, len(self.contenders), done)
 
@@ -122,6 +125,18 @@ class OnePass(LightningModule):
                 self._race(self.warm)
         if self.problem:
             raise InputError(self.problem)
+
+    def _say_what_runs(self, images: int) -> None:
+        """Say in a line what an earlier run did of it, or, where no terminal shows the bar, just what it is."""
+        rows, size = self.contenders, self.config.batch_size
+        what = rows[0].spec.name if len(rows) == 1 else f"{len(rows)} rows"
+        what = f"{what} on {self.config.model.name}, {self.data.size} images"
+        kept = sum(each.batches for each in rows)
+        if self.journal is not None and kept:
+            done = f"{kept} of {len(rows) * -(-images // size)} batches done"
+            print(f"prunevit: going on in {self.journal.folder.parent}, {done}: {what}", file=sys.stderr)
+        elif self.config.progress and not sys.stderr.isatty():
+            print(f"prunevit: {what}", file=sys.stderr)
 
     def _run(self, due: Sequence[Contender], batch: Batch) -> None:
         dense: Logits = {}

@@ -1,7 +1,7 @@
 """A policy from its part of the configuration: the class's constructor is the schema.
 
-Any class on the path can be named (`policy=package.module:Class`), so its arguments are known only from its
-signature: unknown, missing and wrongly typed ones are refused with the key's path.
+Any class can be named (`policy=package.module:Class`, or `policy=file.py:Class`), so its arguments are known only from
+its signature: unknown, missing and wrongly typed ones are refused with the key's path.
 """
 
 import os
@@ -56,7 +56,9 @@ def policy_problems(spec: Spec) -> list[str]:
         spec: `name` and the arguments of the constructor.
     """
     if not isinstance(spec.get("name"), str):
-        return ["policy.name: must be set; name a file of configs/policy or package.module:Class"]
+        return [
+            "policy.name: must be set; name a file of configs/policy, package.module:Class or file.py:Class"
+        ]
     try:
         cls = resolve(spec["name"])
     except ValueError as error:

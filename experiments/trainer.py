@@ -77,7 +77,7 @@ def run_quietly(loop: Callable[[], Any], expected: tuple[str, ...] = ()) -> None
             warnings.filterwarnings("ignore", message)
         try:
             loop()
-        except SystemExit as error:
+        except BaseException as error:
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None
             raise

@@ -70,7 +70,7 @@ VERBS = {
     ),
     "policies": Verb("list the pruning policies", "config:PoliciesConfig", "policy_table:run"),
     "check": Verb(
-        "hold a policy against what every policy owes", "checking:CheckConfig", "checking:run", "policy"
+        "hold a policy against what every policy owes", "config:CheckConfig", "checking:run", "policy"
     ),
 }
 

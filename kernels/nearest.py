@@ -33,8 +33,9 @@ def nearest(
         The partner, int64 [T], and the product, at least fp32 [T]; -1 and -inf where there is none. Ties go to the
         earlier row.
 
-    Cost: on a GPU one launch, two with heads, and O(T * max_seqlen) products, in fp32 or as exact; elsewhere
-        [B, max_seqlen, max_seqlen] of memory. No host synchronisation.
+    Cost: on a GPU one launch, two with heads of more than 64 channels or images of more than 256 rows, and
+        O(T * max_seqlen) products, in fp32 or as exact; elsewhere [B, max_seqlen, max_seqlen] of memory. No host
+        synchronisation.
     """
     layout = (image_id, cu_seqlens, max_seqlen)
     if torch.is_grad_enabled() and features.requires_grad:

@@ -39,23 +39,26 @@ def triton_merge(
 @functools.cache
 def _bound_merge(stride: int, normalise: bool, eps: float) -> Bound:
     return Bound(
-        merge_kernel, STRIDE=stride, NORMALISE=normalise, EPS=eps, BLOCK=BLOCK, BLOCK_OTHER=16, num_warps=8
-    )
+        merge_kernel, STRIDE=stride, NORMALISE=normalise, EPS=eps, BLOCK=BLOCK, BLOCK_OTHER=128, CHUNK=256,
+        num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
 def _targets(keep, into, source, start, column, length):
-    """Find the row of its image that a row is folded into, -1 if none, and whether it takes part in a mean."""
-    row = start.to(tl.int64) + column
+    """Find the row of its image that a row is folded into, -1 if none, and whether it takes part in a mean.
+
+    The pointers point to the first row of the image, `into` counts from `start`.
+    """
     is_live = column < length
-    is_patch = tl.load(source + row, mask=is_live, other=-1) >= 0
-    stays = is_live & ((tl.load(keep + row, mask=is_live, other=0) != 0) | (is_patch == 0))
-    heir = tl.load(into + row, mask=is_live, other=-1).to(tl.int64) - start
+    is_patch = tl.load(source + column, mask=is_live, other=-1) >= 0
+    stays = is_live & ((tl.load(keep + column, mask=is_live, other=0) != 0) | (is_patch == 0))
+    heir = tl.load(into + column, mask=is_live, other=-1).to(tl.int64) - start
     asks = is_patch & (stays == 0) & (heir >= 0) & (heir < length)
-    heir_row = start.to(tl.int64) + heir
-    joins = asks & (tl.load(keep + heir_row, mask=asks, other=0) != 0)
-    joins = joins & (tl.load(source + heir_row, mask=asks, other=-1) >= 0)
-    target = tl.where(joins, heir.to(tl.int32), tl.where(stays, column, -1))
+    heir = heir.to(tl.int32)
+    joins = asks & (tl.load(keep + heir, mask=asks, other=0) != 0)
+    joins = joins & (tl.load(source + heir, mask=asks, other=-1) >= 0)
+    target = tl.where(joins, heir, tl.where(stays, column, -1))
     return target, stays, joins | (stays & is_patch)
 
 
@@ -63,35 +66,50 @@ def _targets(keep, into, source, start, column, length):
 def merge_kernel(
     keep, into, weight, source, cu_seqlens, stays, target, share, num_rows, batch_size, num_tiles,
     STRIDE: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_OTHER: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write what stays, the targets and the weights, [T] each. A program holds a tile of one image.
 
-    A row adds up the weights of all rows of its own target, so none waits for what another finds.
+    A row adds up the weights of all rows of its own target, so none waits for what another finds. Where no patch of
+    the image leaves there is nothing to add up.
     """
     program = tl.program_id(0)
     image = program // num_tiles
     first = program % num_tiles * BLOCK
     start = tl.load(cu_seqlens + image)
     length = tl.load(cu_seqlens + image + 1) - start
+    offset = start.to(tl.int64)
+    keep += offset
+    into += offset
+    source += offset
+    weight += offset * STRIDE
     column = first + tl.arange(0, BLOCK)
     is_live = column < length
-    row = start.to(tl.int64) + column
-    heir, is_kept, is_folded = _targets(keep, into, source, start, column, length)
-    own = tl.load(weight + row * STRIDE, mask=is_live, other=1.0).to(tl.float32)
+    heir, is_kept, is_folded = _targets(keep, into, source, offset, column, length)
+    own = tl.load(weight + column.to(tl.int64) * STRIDE, mask=is_live, other=1.0).to(tl.float32)
     if NORMALISE:
-        total = tl.zeros([BLOCK], tl.float32)
-        for first_other in range(0, tl.where(first < length, length, 0), BLOCK_OTHER):
-            other = first_other + tl.arange(0, BLOCK_OTHER)
-            other_heir, _, counts = _targets(keep, into, source, start, other, length)
-            other_row = start.to(tl.int64) + other
-            theirs = tl.load(weight + other_row * STRIDE, mask=counts, other=0.0).to(tl.float32)
-            is_one_group = counts[:, None] & (other_heir[:, None] == heir[None, :])
-            total += tl.sum(tl.where(is_one_group, theirs[:, None], 0.0), 0)
+        reach = tl.where(first < length, length, 0)
+        leaves = tl.zeros([CHUNK], tl.int32)
+        for first_other in range(0, reach, CHUNK):
+            other = first_other + tl.arange(0, CHUNK)
+            is_patch = tl.load(source + other, mask=other < length, other=-1) >= 0
+            leaves |= (is_patch & (tl.load(keep + other, mask=other < length, other=1) == 0)).to(tl.int32)
+        total = own
+        if tl.max(leaves, 0) > 0:
+            total = tl.zeros([BLOCK], tl.float32)
+            for first_other in range(0, reach, BLOCK_OTHER):
+                other = first_other + tl.arange(0, BLOCK_OTHER)
+                other_heir, _, counts = _targets(keep, into, source, offset, other, length)
+                theirs = tl.load(weight + other.to(tl.int64) * STRIDE, mask=counts, other=0.0).to(tl.float32)
+                # Heir and weight in one number cross the threads at once; rows that do not count weigh nothing.
+                bits = theirs.to(tl.uint32, bitcast=True).to(tl.int64)
+                pair = ((other_heir.to(tl.int64) << 32) | bits)[:, None] ^ (heir.to(tl.int64) << 32)[None, :]
+                theirs = pair.to(tl.uint32).to(tl.float32, bitcast=True)
+                total += tl.sum(tl.where((pair >> 32).to(tl.int32) == 0, theirs, 0.0), 0)
         own = own / tl.where(is_folded, total + EPS, 1.0)
-    tl.store(stays + row, is_kept, mask=is_live)
-    tl.store(target + row, tl.where(heir >= 0, start.to(tl.int64) + heir, -1), mask=is_live)
-    tl.store(share + row, tl.where(is_folded, own, 1.0), mask=is_live)
+    tl.store(stays + offset + column, is_kept, mask=is_live)
+    tl.store(target + offset + column, tl.where(heir >= 0, offset + heir, -1), mask=is_live)
+    tl.store(share + offset + column, tl.where(is_folded, own, 1.0), mask=is_live)
 
     total_rows = tl.load(cu_seqlens + batch_size)
     for dead in range(total_rows + program * BLOCK, num_rows, tl.num_programs(0) * BLOCK):

@@ -13,6 +13,10 @@ from prunevit.kernels.launch import Bound
 
 BLOCK = 64  # rows that look in a program
 MEAN_BLOCK = 32
+SHORT = (
+    256  # bound on the rows of an image up to which few programs read a row, so that each may take its mean
+)
+NARROW = 64  # channels up to which the rows of all heads that a program adds up fit into its registers
 
 
 def triton_nearest(
@@ -21,13 +25,15 @@ def triton_nearest(
     """Compute `nearest`."""
     num_rows, batch_size, tiles = len(features), len(cu_seqlens) - 1, triton.cdiv(max_seqlen, BLOCK)
     features = features if features.stride(-1) == 1 else features.contiguous()
-    if features.dim() == 3:
+    if features.dim() == 3 and (max_seqlen > SHORT or features.shape[2] > NARROW):
         features = _mean_over_heads(features)
     value = torch.empty(num_rows, dtype=torch.float32, device=features.device)
     partner = torch.empty(num_rows, dtype=torch.int64, device=features.device)
-    start = _bound_nearest(features.shape[1], features.stride(0), features.dtype, cosine)
+    places = torch.empty(2 * num_rows, dtype=torch.int32, device=features.device)
+    shape, strides = tuple(features.shape[1:]), features.stride()[:-1]
+    start = _bound_nearest(shape, strides, features.dtype, cosine)
     start(
-        batch_size * tiles, features, queries.contiguous(), keys.contiguous(), cu_seqlens, partner, value,
+        batch_size * tiles, features, queries.contiguous(), keys.contiguous(), cu_seqlens, places, partner, value,
         num_rows, batch_size, tiles,
     )  # fmt: skip
     return partner, value
@@ -42,14 +48,19 @@ def _mean_over_heads(features: Tensor) -> Tensor:
 
 
 @functools.cache
-def _bound_nearest(channels: int, row_stride: int, dtype: torch.dtype, cosine: bool) -> Bound:
-    # Products of halves are exact in fp32. Three of tf32 are as good as one of fp32, and ask for more registers.
-    exact, width = dtype != torch.float32, max(16, triton.next_power_of_2(channels))
-    step = min(width, 64) if exact or width <= 64 else 32
+def _bound_nearest(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, cosine: bool
+) -> Bound:
+    num_heads, by_head = (shape[0], strides[1]) if len(shape) == 2 else (1, 0)
+    # Products of halves are exact in fp32. Three of tf32 are as good as one of fp32, which means over heads are.
+    exact, width = dtype != torch.float32 and num_heads == 1, max(16, triton.next_power_of_2(shape[-1]))
+    step = min(width, 64 if exact or width <= 64 else 32)
+    # With fewer registers, none of them spilled, a multiprocessor holds three programs instead of two.
+    caps = num_heads > 1 and dtype != torch.float32 and torch.version.hip is None
     return Bound(
-        nearest_kernel, D=channels, ROW=row_stride, COSINE=cosine, PRECISION="ieee" if exact else "tf32x3",
-        BLOCK=BLOCK, BLOCK_OTHER=64 if exact else 32, STEP=step, CHUNK=32, num_warps=4,
-        num_stages=3 if exact else 2,
+        nearest_kernel, D=shape[-1], H=num_heads, ROW=strides[0], HEAD=by_head, COSINE=cosine,
+        PRECISION="ieee" if exact else "tf32x3", BLOCK=BLOCK, BLOCK_OTHER=64, STEP=step, CHUNK=256, num_warps=4,
+        num_stages=3 if exact else 1 if width == step else 2, **({"maxnreg": 168} if caps else {}),
     )  # fmt: skip
 
 
@@ -78,30 +89,51 @@ def mean_kernel(
 
 
 @triton.jit
-def _pick(flags, start, length, first, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Find where in an image its flagged rows number `first` and up lie (`length` if there are no more), and count all.
+def _list_rows(queries, keys, query_places, key_places, length, CHUNK: tl.constexpr):
+    """Write where in an image its queries lie, one behind the other, and where its keys do; return how many they are.
 
-    A row that is sought lies behind as many rows as have no more flagged ones up to them than come before it.
+    All programs of an image write the same, and each reads only what it has written.
     """
-    number = first + tl.arange(0, BLOCK)
-    column = tl.zeros([BLOCK], tl.int32)
-    count = 0
-    for first_here in range(0, length, CHUNK):
-        here = first_here + tl.arange(0, CHUNK)
-        is_live = here < length
-        flag = tl.load(flags + (start.to(tl.int64) + here), mask=is_live, other=0) != 0
-        upto = count + tl.cumsum(flag.to(tl.int32), 0)
-        is_before = is_live[:, None] & (upto[:, None] <= number[None, :])
-        column += tl.sum(is_before.to(tl.int32), 0)
-        count += tl.sum(flag.to(tl.int32), 0)
-    return column, count
+    num_queries, num_keys = 0, 0
+    for first in range(0, length, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        is_query = tl.load(queries + column, mask=column < length, other=0) != 0
+        is_key = tl.load(keys + column, mask=column < length, other=0) != 0
+        both = is_query.to(tl.int32) + (is_key.to(tl.int32) << 16)
+        before = tl.cumsum(both, 0) - both
+        tl.store(query_places + num_queries + (before & 0xFFFF), column, mask=is_query)
+        tl.store(key_places + num_keys + (before >> 16), column, mask=is_key)
+        count = tl.sum(both, 0)
+        num_queries += count & 0xFFFF
+        num_keys += count >> 16
+    tl.debug_barrier()
+    return num_queries, num_keys
 
 
 @triton.jit
-def _load_rows(features, start, column, length, channel, D: tl.constexpr, ROW: tl.constexpr):
-    row = (start.to(tl.int64) + column)[:, None]
-    mask = (column < length)[:, None] & (channel < D)[None, :]
-    return tl.load(features + row * ROW + channel[None, :], mask=mask, other=0.0)
+def _load_places(places, first, count, BLOCK: tl.constexpr):
+    number = first + tl.arange(0, BLOCK)
+    return tl.load(places + number, mask=number < count, other=-1)
+
+
+@triton.jit
+def _load_rows(
+    features, place, channel, H: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Load rows of an image, or their means over the heads."""
+    column = channel + tl.arange(0, STEP)
+    mask = (place >= 0)[:, None]
+    if D % STEP != 0:
+        mask = mask & (column < D)[None, :]
+    values = features + place.to(tl.int64)[:, None] * ROW + column[None, :]
+    rows = tl.load(values, mask=mask, other=0.0)
+    if H > 1:
+        rows = rows.to(tl.float32)
+        for head in tl.static_range(1, H):
+            rows += tl.load(values + head * HEAD, mask=mask, other=0.0).to(tl.float32)
+        rows *= 1.0 / H
+    return rows
 
 
 @triton.jit
@@ -117,63 +149,67 @@ def _inverse_length(squares):
 
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "num_tiles"])
 def nearest_kernel(
-    features, queries, keys, cu_seqlens, partner, value, num_rows, batch_size, num_tiles,
-    D: tl.constexpr, ROW: tl.constexpr, COSINE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_OTHER: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
+    features, queries, keys, cu_seqlens, places, partner, value, num_rows, batch_size, num_tiles,
+    D: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, COSINE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr, STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write `partner` and `value` [T]. A program takes `BLOCK` of the rows of an image that look.
 
-    A lane keeps its best key of all tiles, an earlier tile winning ties; in the end the lanes are compared.
+    Keys come in the order of their rows, so an earlier tile wins ties.
     """
     program = tl.program_id(0)
     image = program // num_tiles
     first = program % num_tiles * BLOCK
     start = tl.load(cu_seqlens + image)
     length = tl.load(cu_seqlens + image + 1) - start
+    start = start.to(tl.int64)
+    queries += start
     own = first + tl.arange(0, BLOCK)
-    own_row = start.to(tl.int64) + own
-    idle = (own < length) & (tl.load(queries + own_row, mask=own < length, other=0) == 0)
-    tl.store(partner + own_row, tl.full([BLOCK], -1, tl.int64), mask=idle)
-    tl.store(value + own_row, tl.full([BLOCK], float("-inf"), tl.float32), mask=idle)
+    idle = (own < length) & (tl.load(queries + own, mask=own < length, other=0) == 0)
+    tl.store(partner + start + own, tl.full([BLOCK], -1, tl.int64), mask=idle)
+    tl.store(value + start + own, tl.full([BLOCK], float("-inf"), tl.float32), mask=idle)
 
-    column, num_queries = _pick(queries, start, length, first, BLOCK, CHUNK)
+    query_places, key_places = places + start, places + num_rows + start
+    num_queries, num_keys = _list_rows(queries, keys + start, query_places, key_places, length, CHUNK)
     if first < num_queries:
+        features += start * ROW
+        column = _load_places(query_places, first, num_queries, BLOCK)
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        found = tl.full([BLOCK], -1, tl.int32)
         squares = tl.zeros([BLOCK], tl.float32)
-        if COSINE:
-            for channel in range(0, D, STEP):
-                squares += _squares(
-                    _load_rows(features, start, column, length, channel + tl.arange(0, STEP), D, ROW)
-                )
-        best = tl.full([BLOCK, BLOCK_OTHER], float("-inf"), tl.float32)
-        found = tl.zeros([BLOCK, BLOCK_OTHER], tl.int32)
-        other, num_keys = _pick(keys, start, length, 0, BLOCK_OTHER, CHUNK)
+        if D <= STEP:
+            mine = _load_rows(features, column, 0, H, D, ROW, HEAD, STEP)
+            if COSINE:
+                squares = _squares(mine)
         for first_other in range(0, num_keys, BLOCK_OTHER):
-            if first_other > 0:
-                other, _ = _pick(keys, start, length, first_other, BLOCK_OTHER, CHUNK)
+            other = _load_places(key_places, first_other, num_keys, BLOCK_OTHER)
             product = tl.zeros([BLOCK, BLOCK_OTHER], tl.float32)
+            if D > STEP:
+                squares = tl.zeros([BLOCK], tl.float32)
             other_squares = tl.zeros([BLOCK_OTHER], tl.float32)
             for channel in range(0, D, STEP):
-                channels = channel + tl.arange(0, STEP)
-                mine = _load_rows(features, start, column, length, channels, D, ROW)
-                theirs = _load_rows(features, start, other, length, channels, D, ROW)
+                if D > STEP:
+                    mine = _load_rows(features, column, channel, H, D, ROW, HEAD, STEP)
+                    if COSINE:
+                        squares += _squares(mine)
+                theirs = _load_rows(features, other, channel, H, D, ROW, HEAD, STEP)
                 product = tl.dot(mine, tl.trans(theirs), product, input_precision=PRECISION)
                 if COSINE:
                     other_squares += _squares(theirs)
             if COSINE:
                 product *= _inverse_length(other_squares)[None, :]
-            allowed = (other < length)[None, :] & (other[None, :] != column[:, None])
+            allowed = (other >= 0)[None, :] & (other[None, :] != column[:, None])
             product = tl.where(allowed, product, float("-inf"))
-            is_better = product > best
-            best = tl.where(is_better, product, best)
-            found = tl.where(is_better, other[None, :], found)
-        top = tl.max(best, 1)
-        has_any = top > float("-inf")
-        place = tl.min(tl.where(best == top[:, None], found, 0x7FFFFFFF), 1)
+            top = tl.max(product, 1)
+            place = tl.min(tl.where(product == top[:, None], other[None, :], 0x7FFFFFFF), 1)
+            found = tl.where(top > best, place, found)
+            best = tl.maximum(top, best)
         if COSINE:
-            top *= _inverse_length(squares)
-        row = start.to(tl.int64) + column
-        tl.store(partner + row, tl.where(has_any, start.to(tl.int64) + place, -1), mask=column < length)
-        tl.store(value + row, tl.where(has_any, top, float("-inf")), mask=column < length)
+            best *= tl.where(found >= 0, _inverse_length(squares), 1.0)
+        row, looks = start + column, column >= 0
+        tl.store(partner + row, tl.where(found >= 0, start + found, -1), mask=looks)
+        tl.store(value + row, best, mask=looks)
 
     total = tl.load(cu_seqlens + batch_size)
     for dead in range(total + program * BLOCK, num_rows, tl.num_programs(0) * BLOCK):

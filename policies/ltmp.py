@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prunevit.checks import check_number
 from prunevit.folding import merge, nearest
 from prunevit.keepmask import KeepMask, threshold
-from prunevit.policies.tome import split_by_turns
+from prunevit.kernels.turns import split_by_turns
 from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 from prunevit.trace import Trace
@@ -101,13 +101,14 @@ class LTMP(PruningPolicy):
         """Merge, then prune."""
         assert attention is not None
         stage = self.layers.index(layer)
-        (a, b), k, present = split_by_turns(tokens), attention.k, tokens.is_patch
+        a, b = split_by_turns(tokens.source, tokens.image_id, tokens.cu_seqlens)
+        k, present = attention.k, None
         if tokens.soft is not None:  # what is masked is like nothing
-            present = present & (tokens.soft > 0.5)
+            present = tokens.is_patch & (tokens.soft > 0.5)
             k = k * present[:, None, None]
         partner, similarity = nearest(tokens, k, queries=a, keys=b, cosine=True)
         merged = similarity > self.merge_thresholds[stage]
-        if tokens.soft is not None:
+        if present is not None:
             merged = merged & present
         received = _best_of_group(self.score(tokens, attention, layer), partner, merged)
         sizes = tokens.sizes
@@ -118,8 +119,9 @@ class LTMP(PruningPolicy):
             return threshold(tokens, received, self.prune_thresholds[stage], within=mask)
         merging = self._step(similarity, self.merge_thresholds[stage])
         staying = self._step(received, self.prune_thresholds[stage])
-        gone = torch.zeros_like(staying) if tokens.soft is None else tokens.soft
-        soft = torch.where(merged, 1 - merging, torch.where(present, staying, gone))
+        if tokens.soft is not None:
+            staying = torch.where(tokens.soft > 0.5, staying, tokens.soft)
+        soft = torch.where(merged, 1 - merging, staying)
         return replace(mask, soft=torch.where(tokens.is_patch, soft, 1.0))
 
     def losses(self, trace: Trace, teacher: dict[str, Tensor]) -> dict[str, Tensor]:

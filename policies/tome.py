@@ -13,6 +13,7 @@ from torch import Tensor
 from prunevit.checks import check_number, check_whole
 from prunevit.folding import merge, nearest
 from prunevit.keepmask import KeepMask, rank
+from prunevit.kernels.turns import split_by_turns
 from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
 
@@ -68,7 +69,7 @@ class ToMe(PruningPolicy):
     def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
         """Merge the most alike."""
         assert attention is not None
-        a, b = split_by_turns(tokens)
+        a, b = split_by_turns(tokens.source, tokens.image_id, tokens.cu_seqlens)
         partner, similarity = nearest(tokens, attention.k, queries=a, keys=b, cosine=True)
         number, rows = self._number(tokens, layer)
         # Only rows of A are like any other, and no image merges more than it has.
@@ -90,9 +91,3 @@ class ToMe(PruningPolicy):
             return number, tokens.max_seqlen - number
         halves = torch.cat([tokens.num_patches // 2, tokens.seqlens.new_zeros(1)])
         return halves.clamp(max=r)[tokens.image_id], None
-
-
-def split_by_turns(tokens: RaggedTokens) -> tuple[Tensor, Tensor]:
-    """Split the patches of each image into A, at even positions of the image, and B, at odd ones; bool `[T]` each."""
-    is_patch, odd = tokens.is_patch, tokens.position % 2
-    return is_patch > odd, is_patch.logical_and(odd)

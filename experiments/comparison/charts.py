@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from prunevit.experiments.comparison.series import Plot, Row, plots, series, unpruned
+from prunevit.experiments.knob_text import row_label
 
 SHAPES = (
     "circle",
@@ -49,18 +50,19 @@ def _chart(plot: Plot, rows: Sequence[Row]) -> Chart:
     ]
     if plot.points(dense):
         lines.append(_points(plot, "unpruned", dense, INK, "hexagram"))
-    stairs = {
-        **_line("Pareto front", [row[plot.x] for row in front], [row[plot.y] for row in front]),
-        "line": {"color": INK, "width": 1, "dash": "dot", "shape": "hv" if plot.less_x else "vh"},
-    }
-    note = "Dotted: the Pareto front."
+    note = []
+    if len(front) > 1:  # one point has no line
+        stairs = _line("Pareto front", [row[plot.x] for row in front], [row[plot.y] for row in front])
+        look = {"color": INK, "width": 1, "dash": "dot", "shape": "hv" if plot.less_x else "vh"}
+        lines.insert(0, {**stairs, "line": look})
+        note.append("Dotted: the Pareto front.")
     if any(f"{plot.y}_low" in row for row in rows):
-        note += " Whiskers: 95 % interval (Wilson)."
+        note.append("Whiskers: 95 % interval (Wilson).")
     return {
         "name": plot.name,
         "title": plot.title[:1].upper() + plot.title[1:],
-        "note": note,
-        "data": [stairs, *lines],
+        "note": " ".join(note),
+        "data": lines,
         "layout": _layout(plot.x_label, plot.y_label),
     }
 
@@ -93,18 +95,31 @@ def _tokens(rows: Sequence[Row]) -> Chart:
         for number, row in enumerate(each.rows):
             blocks = row.get("tokens_by_block") or []
             means = [block["mean"] for block in blocks]
-            line = _line(row["name"], [*range(len(means))], means)
+            # From the MLP of a block to the next one's: a stage within a block stands at its number, as in a plan.
+            line = _line(row_label(row), *to_the_end(means))
             spread = [f"{block['mean']:.1f} ({block['p5']:.0f} to {block['p95']:.0f})" for block in blocks]
-            look = {"color": each.colour, "width": 2, "shape": "hvh", "dash": DASHES[number % len(DASHES)]}
-            told = {"text": spread, "hoverinfo": "text+name+x", "hoverlabel": {"namelength": -1}}
+            look = {"color": each.colour, "width": 2, "shape": "hv", "dash": DASHES[number % len(DASHES)]}
+            hover = ["text+name+x"] * len(means) + ["skip"]
+            told = {"text": [*spread, ""], "hoverinfo": hover, "hoverlabel": {"namelength": -1}}
             lines.append({**line, "line": look, **told})
     return {
         "name": "tokens_by_block",
         "title": "Tokens by block",
-        "note": "Mean over the images of the tokens that enter a block's MLP; in brackets the 5th and 95th percentile.",
+        "note": "Mean over the images of the tokens that enter a block's MLP; a point tells the 5th and 95th "
+        "percentile.",
         "data": lines,
         "layout": _layout("block", "tokens of an image") | {"hovermode": "closest"},
     }
+
+
+def to_the_end(means: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Where the tokens of each block are drawn, and they, the last one as long as a block's MLP.
+
+    Args:
+        means: One a block.
+    """
+    end = [len(means) - 0.5] if means else []
+    return [*range(len(means)), *end], [*means, *means[-1:]]
 
 
 def _line(label: str, x: Sequence[float], y: Sequence[float]) -> Chart:
@@ -117,7 +132,7 @@ def _layout(x_label: str, y_label: str) -> Chart:
 
 def _hover(row: Row) -> str:
     """All that a point stands for, in plotly's few HTML tags."""
-    said = [f"<b>{escape(row['name'])}</b>", escape(f"{row['model']}, weights {row['weights']}")]
+    said = [f"<b>{escape(row_label(row))}</b>", escape(f"{row['model']}, weights {row['weights']}")]
     if row.get("top1_low") is not None:
         said.append(f"top-1 {row['top1']:.2f} % ({row['top1_low']:.1f} to {row['top1_high']:.1f})")
     figures = (

@@ -18,7 +18,7 @@ POLICIES = ["evit", "topk", "random", "fixed_rate", "dpc_knn"]  # those that a k
 class CompareConfig(MeasureConfig):
     """The keys of `prunevit compare`."""
 
-    policies: list[str] = key(POLICIES, "files of configs/policy, or package.module:Class")
+    policies: list[str] = key(POLICIES, "files of configs/policy, package.module:Class or file.py:Class")
     keep_rates: list[float] | None = key(
         None, "rates of each policy; null: 0.7, 0.5, 0.3, unless gmacs is given", low=0
     )
@@ -101,7 +101,7 @@ class ShowConfig(VerbConfig):
     image: str = key("", "the photo; the folder that it stands in is its label if the model has such a class")
     output: str = key("kept.png", "the PNG file to write; one that is there is replaced")
     model: ModelConfig = group(ModelConfig, "a file of configs/model, or a timm architecture")
-    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
+    policy: dict[str, Any] = group(dict, "a file of configs/policy, package.module:Class or file.py:Class")
     weights: str | None = key(
         None, "weights file of the model: safetensors, or a torch pickle of tensors only"
     )
@@ -110,8 +110,11 @@ class ShowConfig(VerbConfig):
     def problems(self) -> list[str]:
         """Say what is wrong with the files and the model, a line each."""
         lines = self.model.problems()
-        if not os.path.isfile(self.image):
-            lines.append(f"image: must be a photo, got {self.image or 'none'}")
+        if not os.path.exists(self.image):
+            got = f"{self.image}, which does not exist" if self.image else "none"
+            lines.append(f"image: must be a photo, got {got}")
+        elif not os.path.isfile(self.image):
+            lines.append(f"image: must be a photo, got {self.image}, which is no file")
         elif os.path.exists(self.output) and os.path.samefile(self.image, self.output):
             lines.append(f"output: must be another file than the photo, got {self.output}")
         if Path(self.output).suffix.lower() != ".png":

@@ -9,8 +9,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from prunevit.experiments.comparison.charts import DASHES
+from prunevit.experiments.comparison.charts import DASHES, to_the_end
 from prunevit.experiments.comparison.series import Plot, Row, plots, series, unpruned
+from prunevit.experiments.knob_text import row_label
 
 SHAPES = ("o", "s", "D", "^", "P", "X", "*", "p")  # of series.Series.shape
 STYLES = dict(zip(DASHES, ("-", "--", ":", "-.", (0, (8, 3)))))
@@ -45,15 +46,16 @@ def draw(plot: Plot, rows: Sequence[Row]) -> Figure:
     figure, axes = _empty(plot.x_label, plot.y_label)
     dense = unpruned(rows)
     front = plot.front([*rows, *dense])
-    axes.plot(
-        [row[plot.x] for row in front],
-        [row[plot.y] for row in front],
-        color="black",
-        linestyle=":",
-        linewidth=0.8,
-        drawstyle="steps-post" if plot.less_x else "steps-pre",
-        label="Pareto front",
-    )
+    if len(front) > 1:  # one point has no line
+        axes.plot(
+            [row[plot.x] for row in front],
+            [row[plot.y] for row in front],
+            color="black",
+            linestyle=":",
+            linewidth=0.8,
+            drawstyle="steps-post" if plot.less_x else "steps-pre",
+            label="Pareto front",
+        )
     for each in series(rows):
         _points(axes, plot, each.label, each.rows, each.colour, SHAPES[each.shape])
     _points(axes, plot, "unpruned", dense, "black", "*")
@@ -72,7 +74,7 @@ def draw_tokens(rows: Sequence[Row]) -> Figure:
             means = [block["mean"] for block in row.get("tokens_by_block") or []]
             style = STYLES[DASHES[number % len(DASHES)]]
             axes.step(
-                range(len(means)), means, where="mid", color=each.colour, linestyle=style, label=row["name"]
+                *to_the_end(means), where="post", color=each.colour, linestyle=style, label=row_label(row)
             )
     return _with_legend(figure, axes)
 

@@ -17,6 +17,7 @@ from prunevit.experiments.comparison.saved import UNPRUNED, Measured, Run, by_da
 from prunevit.experiments.comparison.series import Row, unpruned
 from prunevit.experiments.config import InputError
 from prunevit.experiments.images import UNREADABLE
+from prunevit.experiments.knob_text import row_label
 from prunevit.experiments.report import COLUMNS, finite
 
 TEMPLATE = files("prunevit.experiments.comparison").joinpath("template")
@@ -126,7 +127,9 @@ def _cell(row: Row, name: str) -> dict[str, str]:
     if value is None:
         return {"text": "-", "value": ""}
     text = (
-        format(value, SHOWN[name][1])
+        row_label(row)
+        if name == "name"
+        else format(value, SHOWN[name][1])
         if name in SHOWN
         else f"{value:.5g}"
         if type(value) is float

@@ -1,7 +1,6 @@
 """`prunevit compare`: any number of rows in one pass over the images, then what they tell of each other."""
 
 import io
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,9 +66,9 @@ def run(config: CompareConfig) -> list[Row]:
             return []
         done = complete_rows(contenders, data, config)
         told, arrays = tell(contenders, done, config.seed)
-        print_comparison(done, told["seeds"])
         write_results(output, config, done, TABLE, told, {PREDICTIONS: _npz(arrays)})
         journal.remove()
+        print_comparison(done, told["seeds"])
         clear(output / "pictures")
         gallery = choose(contenders, data, config.pictures)
         if gallery is not None:
@@ -116,8 +115,6 @@ def _output_dir(config: CompareConfig, settings: dict[str, Any]) -> Path:
     """The folder of the same command that was interrupted, or a new one."""
     files = (*FILES, PREDICTIONS)
     begun = unfinished(settings) if config.output_dir is None else None
-    if begun and is_first_process():
-        print(f"prunevit: going on in {begun}", file=sys.stderr)
     return choose_output_dir(replace(config, output_dir=str(begun)) if begun else config, files)
 
 

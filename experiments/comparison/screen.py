@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from prunevit.experiments.comparison.statistics import NO_DIFFERENCE
+from prunevit.experiments.knob_text import row_label
 from prunevit.experiments.report import LEFT_OUT, Row
 
 
@@ -40,12 +41,11 @@ def print_comparison(
         markup=False,
     )
     timed = first["images_per_s"] is not None
-    speed = ("img/s", "speed") if timed else ()
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("row", "top-1 %", "95 %", "less unpruned", "GMACs", *speed):
-        table.add_column(heading, justify="left" if heading == "row" else "right", overflow="fold")
-    for row in measured:
-        table.add_row(*_cells(row, timed))
+    table = _table(measured, timed, with_cost=True)
+    if (
+        console.measure(table, options=console.options.update(width=1000)).maximum > console.width
+    ):  # the cost has a column of its own
+        table = _table(measured, timed, with_cost=False)
     if first["accelerator"] == "cpu" and timed:
         table.caption = "speeds on a CPU are not representative"
     console.print(table)
@@ -66,8 +66,24 @@ def _in_common(names: Sequence[str]) -> str:
     return " ".join(words) or f"{names[0]} and {len(names) - 1} more"
 
 
-def _cells(row: Row, timed: bool) -> list[str]:
+def _table(rows: Sequence[Row], timed: bool, with_cost: bool) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for heading in (
+        "row",
+        "top-1 %",
+        "95 %",
+        "less unpruned",
+        "GMACs",
+        *(("img/s", "speed") if timed else ()),
+    ):
+        table.add_column(heading, justify="left" if heading == "row" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*_cells(row, timed, with_cost))
+    return table
+
+
+def _cells(row: Row, timed: bool, with_cost: bool) -> list[str]:
     interval = f"{row['top1_low']:.1f}-{row['top1_high']:.1f}"
     less = NO_DIFFERENCE if row["unpruned_verdict"] == NO_DIFFERENCE else f"{row['unpruned_difference']:+.2f}"
-    cells = [escape(row["name"]), f"{row['top1']:.2f}", interval, less, f"{row['gmacs']:.2f}"]
+    cells = [escape(row_label(row, with_cost)), f"{row['top1']:.2f}", interval, less, f"{row['gmacs']:.2f}"]
     return [*cells, f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}"] if timed else cells

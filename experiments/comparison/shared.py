@@ -13,6 +13,7 @@ from prunevit.experiments.comparison.baselines import baseline_rows, resized
 from prunevit.experiments.comparison.config import CompareConfig
 from prunevit.experiments.config import InputError, ModelConfig
 from prunevit.experiments.contender import Contender, RowSpec
+from prunevit.experiments.equal_cost import check_reach
 from prunevit.experiments.evaluation import build_contender
 from prunevit.experiments.fingerprint import code_fingerprint, weights_fingerprint
 from prunevit.experiments.models import build_model
@@ -62,10 +63,13 @@ def build_contenders(rows: Sequence[RowSpec], config: CompareConfig) -> tuple[li
     models = SharedModels()
     contenders: list[Contender] = []
     photos: dict[int, Calibration] = {}
-    for row in rows:
-        model = models.get(row.model, row.weights, config.model)
+    own = [models.get(row.model, row.weights, config.model) for row in rows]
+    for model in own:
         # Rows that are set to a cost on training photos read these once.
         photos.setdefault(id(model), Calibration.of(config, model))
+    if len(rows) > 1:
+        _check_costs(rows, own, photos)
+    for row, model in zip(rows, own):
         contenders.append(build_contender(row, config, model, calibration=photos[id(model)]))
     if config.baselines:
         dense = models.get(config.model, config.weights, config.model)
@@ -78,6 +82,22 @@ def build_contenders(rows: Sequence[RowSpec], config: CompareConfig) -> tuple[li
                 )
             contenders.append(build_contender(row, config, smaller, dense))
     return contenders, _views(contenders)
+
+
+def _check_costs(rows: Sequence[RowSpec], models: Sequence[Any], photos: dict[int, Calibration]) -> None:
+    """Refuse all costs that cannot be had, before minutes go into the search for any."""
+    problems: list[str] = []
+    for row, model in zip(rows, models):
+        try:
+            check_reach(row.policy, model, photos[id(model)], row.seed, read_weights(row.weights))
+        except InputError as error:
+            # Only where its cost is the problem does another one help.
+            remedy = (
+                f", or leave {row.policy['name']} out" if error.problems[0].startswith("policy.gmacs") else ""
+            )
+            problems += [f"{line}{remedy} (row {row.name})" for line in error.problems]
+    if problems:
+        raise InputError(*problems)
 
 
 def set_keys(contenders: Sequence[Contender], config: CompareConfig, data: dict[str, Any]) -> None:

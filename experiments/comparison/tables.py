@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from prunevit.experiments.comparison.saved import UNPRUNED, Measured
 from prunevit.experiments.comparison.series import Row, unpruned
+from prunevit.experiments.knob_text import row_label
 
 ESCAPES = {
     "\\": r"\textbackslash{}",
@@ -69,7 +70,7 @@ def _line(row: Row, difference: str) -> str:
     figures = (
         _number(row[name], digits) for name, digits in (("agreement", 2), ("gmacs", 3), ("images_per_s", 1))
     )
-    return " & ".join([escape(row["name"]), top1, *figures, difference]) + r" \\"
+    return " & ".join([escape(row_label(row)), top1, *figures, difference]) + r" \\"
 
 
 def _difference(name: str, pairs: Sequence[Row]) -> str:

@@ -25,7 +25,7 @@ class PlanConfig(OutputConfig):
         "policy", "one policy on one model, or all the papers' figures", choices=("policy", "papers")
     )
     model: ModelConfig = group(ModelConfig, "a file of configs/model, or a timm architecture")
-    policy: dict[str, Any] = group(dict, "a file of configs/policy, or package.module:Class")
+    policy: dict[str, Any] = group(dict, "a file of configs/policy, package.module:Class or file.py:Class")
     data: DataConfig = group(DataConfig, "a file of configs/data; only where counts depend on the data")
     weights: str | None = key(None, "weights file of the model; only where counts depend on the data")
     calibration_images: int = key(

@@ -13,6 +13,8 @@ from prunevit.experiments.calibration import Calibration
 from prunevit.experiments.config import InputError
 from prunevit.experiments.cost import Cost, cost_of, known_cost
 from prunevit.experiments.equal_cost import solve
+from prunevit.experiments.help_text import in_yaml
+from prunevit.experiments.knob_text import in_short
 from prunevit.experiments.models import architecture, build_model, check_fit
 from prunevit.experiments.planning import papers
 from prunevit.experiments.planning.config import PlanConfig
@@ -23,6 +25,7 @@ from prunevit.experiments.weights import read_weights
 from prunevit.macs import dense_macs
 
 FILES = ("plan.json", "plan.png")
+LONGEST = 40  # characters of a knob that is a list, in a title that stays on one line
 PAPERS = ("papers.json", "papers.md")
 
 
@@ -48,6 +51,9 @@ def run(config: PlanConfig) -> Cost | None:
     spec, cost, dense = plan(config)
     title = f"{label(spec)} on {config.model.name}"
     _print(title, cost, dense)
+    knob = knob_of(spec["name"])
+    if isinstance(spec.get(knob), list):  # the title has room for some of it
+        print(f"policy.{knob}={in_yaml(spec[knob])}")
     image = io.BytesIO()
     picture(title, cost, dense).savefig(image, format="png", dpi=150)
     said = {"schema": 1, "environment": environment(), "config": asdict(config), "policy": spec}
@@ -92,7 +98,7 @@ def label(spec: Spec) -> str:
         spec: `name` and the arguments.
     """
     knob = knob_of(spec["name"])
-    return f"{spec['name']} {knob}={spec[knob]}" if knob in spec else str(spec["name"])
+    return f"{spec['name']} {knob}={in_short(spec[knob], LONGEST)}" if knob in spec else str(spec["name"])
 
 
 def _print(title: str, cost: Cost, dense: float) -> None:

@@ -2,10 +2,6 @@
 
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from prunevit.experiments import verbs
 from prunevit.experiments.cli import main
 from prunevit.experiments.config import EvaluateConfig, leaves
 from prunevit.experiments.help_text import columns
@@ -281,102 +276,14 @@ def test_results_are_not_replaced_unasked(
     assert (out / "results.json").read_text() != before
 
 
-def test_ctrl_c_during_the_imports(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_without_a_terminal_a_line_says_what_runs(
+    folders: Folders, evaluate: Evaluate, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    class Interrupted:
-        def __getattr__(self, name: str) -> Any:
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "prunevit.experiments.verbs", Interrupted())
-    assert main(["policies"]) == 130
-    assert capsys.readouterr().err == "prunevit: interrupted, nothing was written\n"
-
-
-def test_termination_during_the_imports(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Terminated:
-        def __getattr__(self, name: str) -> Any:
-            signal.raise_signal(signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setitem(sys.modules, "prunevit.experiments.verbs", Terminated())
-    assert main(["policies"]) == 143
-    assert capsys.readouterr().err == "prunevit: terminated, nothing was written\n"
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_only_the_first_process_says_that_it_was_interrupted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verbs, "dispatch", interrupt)
-    monkeypatch.setenv("RANK", "1")
-    assert main(["policies"]) == 130
-    assert capsys.readouterr().err == ""
-
-
-def interrupt(words: list[str]) -> int:
-    raise KeyboardInterrupt
-
-
-def test_ctrl_c_as_soon_as_the_program_starts(tmp_path: Path) -> None:
-    """The first import of torch raises it: it must come from inside `main`."""
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from prunevit.experiments.cli import main; sys.exit(main(['policies']))",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "prunevit: interrupted, nothing was written\n")
-
-
-SLOW_POLICY = """
-import time
-from prunevit.policies import NoPruning, TopK
-
-class Slow(TopK):
-    def __init__(self):
-        super().__init__(0.5, [1])
-
-    def forward(self, tokens, attention, layer):
-        open("started", "w").close()
-        time.sleep(60)
-        return super().forward(tokens, attention, layer)
-"""
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "how"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
-def test_a_signal_leaves_nothing(
-    number: signal.Signals, code: int, how: str, folders: Folders, tmp_path: Path
-) -> None:
-    root = folders(a=2, b=2, c=1)
-    (tmp_path / "slow_policy.py").write_text(SLOW_POLICY)
-    words = ["evaluate", "model=test_vit", "model.pretrained=false", "model.num_classes=3", "data=folder"]
-    words += [f"data.root={root}", "policy=slow_policy:Slow", "progress=false"]
-    command = [
-        sys.executable,
-        "-m",
-        "prunevit.experiments.cli",
-        *words,
-        "data.num_workers=0",
-        "accelerator=cpu",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "started").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(list((tmp_path / "outputs").iterdir())) == 1
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
-    assert errors.splitlines()[-1] == f"prunevit: {how}, nothing was written"
-    assert "Traceback" not in errors
-    assert not (tmp_path / "outputs").exists()
+    root = folders(a=1, b=1, c=1)
+    assert evaluate(root, tmp_path / "quiet") == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert evaluate(root, tmp_path / "out", "progress=true") == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[0] == "prunevit: evit on test_vit, 3 images"
+    assert shown.out == told.out.replace("quiet", "out")

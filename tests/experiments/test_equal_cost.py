@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from prunevit import RaggedTokens, RaggedViT, prune
-from prunevit.experiments import equal_cost
+from prunevit.experiments import equal_cost, evaluation
 from prunevit.experiments.calibration import Calibration, training_split
 from prunevit.experiments.cli import main
 from prunevit.experiments.config import DataConfig, InputError, ModelConfig
 from prunevit.experiments.cost import Cost, cost_of, known_cost
-from prunevit.experiments.equal_cost import solve
+from prunevit.experiments.equal_cost import check_reach, solve
 from prunevit.experiments.models import architecture
 from prunevit.experiments.policy_spec import build_policy
 from prunevit.macs import dense_macs, model_macs, policy_macs
@@ -163,7 +163,7 @@ def test_few_photos_lead_and_all_have_the_last_word(
     knob = build_policy({"name": name, **BY_DATA[name]}).knob
     first, last = capsys.readouterr().err.splitlines()
     assert first == f"{name}: {knob} for {target:g} GMACs on up to 24 training photos"
-    assert last.startswith("found in ")
+    assert last.startswith(f"found {knob}={found[knob]:.4g}, ")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,46 @@ def test_costs_that_cannot_be_had(spec: dict[str, Any], line: str) -> None:
     with pytest.raises(InputError, match=rf"policy\.gmacs: .*{line}") as caught:
         solve(spec, deit, no_photos())
     assert len(caught.value.problems) == 1
+
+
+def test_the_ends_are_looked_at_once(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos, spec = calibrated(model, 0, 6), {"name": "top_p", **SMALL}
+    looks: list[Cost] = []
+
+    def counted(*arguments: Any) -> Cost:
+        looks.append(cost_of(*arguments))
+        return looks[-1]
+
+    monkeypatch.setattr(equal_cost, "cost_of", counted)
+    with pytest.raises(InputError, match=r"^policy\.gmacs: p of top_p reaches .* GMACs here, got 9; ask for"):
+        check_reach({**spec, "gmacs": 9.0}, model, photos)
+    assert len(looks) == 2
+    low, high = sorted(cost.gmacs for cost in looks)
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"top_p: p reaches {low:.4g} to {high:.4g} GMACs on up to 6 training photos, seen in"
+    )
+    for target in (0.3 * low + 0.7 * high, 0.7 * low + 0.3 * high):
+        check_reach({**spec, "gmacs": target}, model, photos)
+    assert len(looks) == 2
+    assert capsys.readouterr().err == ""
+    solve({**spec, "gmacs": target}, model, photos)
+    assert all(cost.gmacs not in (low, high) for cost in looks[2:])
+
+
+def test_all_costs_out_of_reach_are_refused_before_any_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation, "solve", None)
+    words = ["model=deit_tiny_patch16_224", "model.pretrained=false", f"output_dir={tmp_path / 'out'}"]
+    assert main(["compare", "policies=[evit,topk,tome]", "gmacs=[1.0,5.0]", "accelerator=cpu", *words]) == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith("prunevit: policy.gmacs: keep_rate of evit reaches ")
+    assert first.endswith(" got 5; ask for another cost, or leave evit out (row evit gmacs=5)")
+    assert len(others) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_training_photos_must_be_there(tmp_path: Path) -> None:

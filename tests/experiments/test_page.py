@@ -83,7 +83,17 @@ def test_charts_hold_every_row_with_its_interval() -> None:
         "evit keep_rate=0.5",
         "evit keep_rate=0.7",
     ]
-    assert found["tokens_by_block"]["data"][0]["y"] == [197.0 - 10 * block for block in range(12)]
+    assert found["tokens_by_block"]["data"][0]["x"] == [*range(12), 11.5]
+    assert found["tokens_by_block"]["data"][0]["y"] == [*(197.0 - 10 * block for block in range(12)), 87.0]
+
+
+def test_a_front_of_one_row_is_no_line() -> None:
+    """It is as accurate as the unpruned model, and cheaper."""
+    row = {**a_row("evit", 91.0, 2.0), "run": "A"}
+    (chart, *_) = charts([row], "top1", "logit_kl")
+    assert [line["name"] for line in chart["data"]] == ["evit", "unpruned"]
+    assert "Pareto" not in chart["note"]
+    assert b"Pareto" not in figures([row])["accuracy_gmacs.svg"]
 
 
 def test_a_speed_that_was_not_measured_is_no_point() -> None:

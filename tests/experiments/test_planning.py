@@ -46,9 +46,12 @@ def test_a_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         f"output_dir={tmp_path}",
     ]
     assert main(words) == 0
+    title, *_, exact, _ = capsys.readouterr().out.splitlines()
+    assert title.strip() == "tome r=13 to 14 on deit_small_patch16_224"
     said = json.loads((tmp_path / "plan.json").read_text())
     assert said["gmacs"] == pytest.approx(2.65, rel=0.01)
     assert (said["schema"], set(said["policy"]["r"])) == (1, {13, 14})
+    assert exact == f"policy.r={said['policy']['r']}".replace(" ", "")
     assert said["attention_rows"][0] == 197
     assert said["attention_rows"][1:] == said["mlp_rows"][:-1]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

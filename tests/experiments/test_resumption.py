@@ -52,7 +52,8 @@ def test_a_killed_comparison_goes_on_where_it_was(
 
     reads = count_calls(monkeypatch, data, "read_image")
     assert main(words) == 0  # the same command, which names no folder
-    assert f"prunevit: going on in outputs/{begun.name}\n" in capsys.readouterr().err
+    said = f"going on in outputs/{begun.name}, 9 of 18 batches done: 3 rows on test_vit, 21 images"
+    assert f"prunevit: {said}\n" in capsys.readouterr().err
     assert len(reads) == 4 + 9  # what speed is measured on, and what was not done
     assert [*(tmp_path / "outputs").iterdir()] == [begun]
     assert main([*words, "output_dir=whole"]) == 0

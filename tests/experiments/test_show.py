@@ -54,7 +54,7 @@ def test_logits_that_are_not_finite(
     ("words", "line"),
     [
         ([], "image: must be a photo, got none"),
-        (["nowhere.jpg"], "image: must be a photo, got nowhere.jpg"),
+        (["nowhere.jpg"], "image: must be a photo, got nowhere.jpg, which does not exist"),
         (["{photo}", "output=k.jpg"], "output: must end in .png, got k.jpg"),
         (["{photo}", "output={photo}"], "output: must be another file than the photo, got {photo}"),
         (["{photo}", "output={folder}/no/k.png"], "output: must be a file that can be written"),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from prunevit.kernels.gather import Gathered, gather_reference
 
-FOLDS = ("none", "one heir", "selection", "pairs", "anything")
+FOLDS = ("none", "one heir", "selection", "pairs", "few heirs", "anything")
 
 
 def make_gather_case(
@@ -25,8 +25,8 @@ def make_gather_case(
     """Draw the arguments of `gather`: rows with NaN wherever nothing may be read, and `spare` dead rows to fill.
 
     "one heir" folds all rows that leave an image into one; "selection" does so as `select` does, and says so;
-    "pairs" folds most of them into rows that stay; "anything" lets kept rows join others or nobody, and rows join
-    what does not stay.
+    "pairs" folds most of them into rows that stay, "few heirs" all of them into the first row of a third of the
+    image; "anything" lets kept rows join others or nobody, and rows join what does not stay.
     """
     generator = torch.Generator().manual_seed(sum(lengths) + channels)
     live = sum(lengths)
@@ -38,6 +38,10 @@ def make_gather_case(
     kept[live:] = False
     row = torch.arange(num_rows)
     partner = _random_partner(image_id, starts, generator)
+    if fold == "few heirs":
+        third = torch.tensor([*lengths, 3])[image_id].div(3, rounding_mode="floor").clamp(min=1)
+        partner -= (partner - starts[image_id]) % third
+        kept |= ((row - starts[image_id]) % third == 0) & (row < live)
     plain = kept
     if fold in ("one heir", "selection"):
         heir = starts[image_id] + (torch.tensor([*lengths, 0])[image_id] > 1)

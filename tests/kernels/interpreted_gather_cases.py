@@ -42,6 +42,11 @@ def test_gather(lengths: list[int], dtype: torch.dtype, fold: str) -> None:
     assert_gathered(gather(**case), case)
 
 
+def test_gather_members_of_two_spans() -> None:
+    case = make_gather_case([290, 3], 3, torch.float32, "few heirs", spare=2)
+    assert_gathered(gather(**case), case)
+
+
 @pytest.mark.parametrize("fold", ["one heir", "selection"])
 @pytest.mark.parametrize("channels", [1, 5, 130, 384])
 def test_gather_channels(channels: int, fold: str) -> None:

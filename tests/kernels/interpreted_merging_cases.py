@@ -37,10 +37,16 @@ def test_nearest(lengths: list[int], flags: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("channels", "heads"), [(5, None), (64, 3), (130, None)])
+@pytest.mark.parametrize(("channels", "heads"), [(5, None), (64, 3), (72, 2), (130, None)])
 def test_cosine_by_heads_and_channels(channels: int, heads: int | None, dtype: torch.dtype) -> None:
     case = make_merging_case([70, 9], channels, dtype, "some", heads)
     assert_nearest(case, case.nearest(cosine=True), cosine=True)
+
+
+def test_images_of_more_rows_than_are_listed_at_a_time() -> None:
+    for heads in (None, 2):
+        case = make_merging_case([3, 300], flags="some", heads=heads)
+        assert_nearest(case, case.nearest())
 
 
 def test_nearest_by_strides_within_a_loose_bound() -> None:
@@ -60,6 +66,18 @@ def test_merge(lengths: list[int], normalise: bool) -> None:
     folds = make_folds(case)
     merged = case.merge(*folds, normalise=normalise, eps=0.5)
     assert_merged(case, folds, merged, normalise, eps=0.5)
+
+
+@pytest.mark.parametrize("leaving", [0, 260])
+def test_merge_where_few_leave(leaving: int) -> None:
+    """Nothing is added up where no patch leaves; one that leaves is found wherever it lies."""
+    case = make_merging_case([300, 40], dead_rows=3)
+    keep, into, weight = make_folds(case)
+    keep[:] = True
+    if leaving:
+        keep[leaving], into[leaving] = False, 5
+    folds = (keep, into, weight)
+    assert_merged(case, folds, case.merge(*folds, eps=0.5), eps=0.5)
 
 
 def test_merge_in_half_precision() -> None:

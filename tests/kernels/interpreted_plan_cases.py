@@ -1,4 +1,4 @@
-"""The kernel of `plan` on a CPU, interpreted; bf16 is wrong there.
+"""The kernels of `plan` and `split_by_turns` on a CPU, interpreted; bf16 is wrong there.
 
 `test_plan.py` runs this file in a process of its own: TRITON_INTERPRET=1 must be set before
 triton is imported.
@@ -10,6 +10,8 @@ from plan_cases import LENGTHS, ORDERS, assert_plan, make_plan_case
 from selection_cases import poison
 
 from prunevit.kernels import plan as door
+from prunevit.kernels.triton_turns import triton_split
+from prunevit.kernels.turns import split_reference
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -27,6 +29,12 @@ def test_plan(lengths: list[int], kind: str) -> None:
     assert_plan(case, case.plan())
 
 
+@pytest.mark.parametrize("kind", ["present", "random", "int8"])
+def test_images_of_several_tiles(kind: str) -> None:
+    case = make_plan_case([5, 300], kind)
+    assert_plan(case, case.plan())
+
+
 @pytest.mark.parametrize("kind", ["present", "tied"])
 def test_keeps_all_within_a_loose_bound(kind: str) -> None:
     case = make_plan_case([9, 40], kind, prefix=2, dead_rows=300, bound=290)
@@ -39,3 +47,11 @@ def test_orders_of_any_dtype(dtype: torch.dtype) -> None:
     assert case.order is not None
     case.order = torch.stack([case.order, case.order], 1)[:, 0].to(dtype)
     assert_plan(case, case.plan())
+
+
+@pytest.mark.parametrize("lengths", [*LENGTHS, [5, 600]], ids=str)
+def test_split_by_turns(lengths: list[int]) -> None:
+    case = make_plan_case(lengths, "present", prefix=2, dead_rows=9)
+    given = (case.source, case.layout["image_id"], case.layout["cu_seqlens"])
+    for found, expected in zip(triton_split(*given), split_reference(*given), strict=True):
+        assert torch.equal(found, expected)

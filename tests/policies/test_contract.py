@@ -152,6 +152,7 @@ def test_it_waits_for_the_device_only_where_counts_depend_on_the_data(
     monkeypatch.setattr("prunevit.kernels.select.takes_triton", lambda values: False)
     monkeypatch.setattr("prunevit.kernels.gather.takes_triton", lambda values: False)
     monkeypatch.setattr("prunevit.kernels.plan.takes_triton", lambda rows: False)
+    monkeypatch.setattr("prunevit.kernels.turns.takes_triton", lambda rows: False)
     monkeypatch.setattr("prunevit.kernels.draws.takes_triton", lambda keys: False)
     pruned = prunevit.prune(small_vit(), make(), backend="padded")
     with FakeTensorMode(allow_non_fake_inputs=True):
