@@ -37,8 +37,8 @@ class Accelerated(nn.Module):
 
     The first call of a shape runs without a graph (the odd last batch of a data set costs no capture), the second one
     captures. Weights that are changed in place are seen; graphs are dropped and made anew when parameters move
-    (`.to()`, `load_state_dict(assign=True)`), and are not copied or pickled along. Settings of a policy are those of the
-    first calls: accelerate anew after changing one.
+    (`.to()`, `load_state_dict(assign=True)`), and are not copied or pickled along. Settings of a policy are those
+    of the first calls: accelerate anew after changing one.
 
     Attributes:
         model: The model.
