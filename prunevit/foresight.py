@@ -20,7 +20,7 @@ from prunevit.tokens import RaggedTokens
 from prunevit.trace import Stage
 from prunevit.vit import RaggedViT
 
-LAUNCH_BOUND_ROWS = 2048
+LAUNCH_BOUND_ROWS = 512
 """Up to so many rows in a batch a graph with room for all of them and no read-back is as fast as a tighter one."""
 
 MEMORY = 64
