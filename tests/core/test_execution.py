@@ -134,7 +134,8 @@ def test_graphs_of_other_precisions_are_others(name: str, monkeypatch: pytest.Mo
                 expected = pruned(images)
                 got = fast(images)
                 assert got.dtype == expected.dtype
-                torch.testing.assert_close(got, expected, rtol=0, atol=0)
+                # A graph's room holds more rows than the eager walk: cuBLAS may then sum in another order.
+                torch.testing.assert_close(got, expected, rtol=0 if dtype else 1e-5, atol=0)
                 pruned.model.head.weight.mul_(1.1)
     assert len(fast._walks) == 3
 

@@ -14,7 +14,13 @@ from prunevit.experiments.finetuning import step_speed
 from prunevit.experiments.finetuning.config import MODES
 from prunevit.experiments.finetuning.module import FinetuneModule
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # What inductor says about fp32 products, and about a step of which it captures a part without kernels.
+    pytest.mark.filterwarnings(
+        "ignore:TensorFloat32:UserWarning", "ignore:The CUDA Graph is empty:UserWarning"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
