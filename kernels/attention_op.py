@@ -6,7 +6,7 @@ operator takes the host several times as long as the launch.
 
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ def attention_op(
         )  # fmt: skip
     promised = _outputs(q, prefix_rows, return_received, softmax_eps, saves)
     out, prefix, received, saved = (
-        promise.zero_() if x is None else x if x.stride() == promise.stride() else promise.copy_(x)
-        for x, promise in zip([*result, saved], promised)
+        _as_promised(q, x, promise) for x, promise in zip([*result, saved], promised)
     )
     return out, prefix, received, saved
 
@@ -67,23 +66,42 @@ def _(
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
     return_received, image_id, uniform, backend, saves,
 ):  # fmt: skip
-    return _outputs(q, prefix_rows, return_received, softmax_eps, saves)
+    promised = _outputs(q, prefix_rows, return_received, softmax_eps, saves)
+    return tuple(_allocate(q, promise) for promise in promised)
+
+
+class _Promise(NamedTuple):
+    """Layout of a tensor that is returned."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _allocate(q: Tensor, promise: _Promise) -> Tensor:
+    return q.new_empty_strided(promise.shape, promise.stride, dtype=promise.dtype)
+
+
+def _as_promised(q: Tensor, x: Tensor | None, promise: _Promise) -> Tensor:
+    if x is not None and x.stride() == promise.stride:
+        return x
+    return _allocate(q, promise).zero_() if x is None else _allocate(q, promise).copy_(x)
 
 
 def _outputs(
     q: Tensor, prefix_rows: int, return_received: bool, softmax_eps: float, saves: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate what the operator returns, in the layout that the Triton kernel writes."""
+) -> tuple[_Promise, _Promise, _Promise, _Promise]:
+    """Say how what the operator returns lies in memory: as the Triton kernel writes it."""
     num_rows, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     received_rows = num_rows if return_received else 0
     planes = 0 if not saves else 2 if softmax_eps else 1
     dtype = probability_dtype(q)
-    prefix_stride = (prefix_rows, 1, num_rows * prefix_rows)
+    plane = (num_heads * num_rows, num_rows, 1)
     return (
-        q.new_empty(num_rows, num_heads, head_dim),
-        q.new_empty_strided((num_rows, prefix_rows, num_heads), prefix_stride, dtype=dtype),
-        q.new_empty_strided((received_rows, num_heads), (1, received_rows), dtype=dtype),
-        q.new_empty(planes, num_heads, num_rows, dtype=dtype),
+        _Promise((num_rows, num_heads, head_dim), (num_heads * head_dim, head_dim, 1), q.dtype),
+        _Promise((num_rows, prefix_rows, num_heads), (prefix_rows, 1, num_rows * prefix_rows), dtype),
+        _Promise((received_rows, num_heads), (1, received_rows), dtype),
+        _Promise((planes, num_heads, num_rows), plane, dtype),
     )
 
 
@@ -108,9 +126,9 @@ def backward_op(
     wants_soft: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, key_weight and soft; what is not there or not wanted is empty."""
-    promised = _gradients(q, k, v, key_weight, soft, wants_key_weight, wants_soft)
     if not has_live_row(q, cu_seqlens, max_seqlen):
-        dq, dk, dv, d_key_weight, d_soft = (promise.zero_() for promise in promised)
+        nothing = _gradients(q, k, v, key_weight, soft, wants_key_weight, wants_soft)
+        dq, dk, dv, d_key_weight, d_soft = (gradient.zero_() for gradient in nothing)
         return dq, dk, dv, d_key_weight, d_soft
     from prunevit.kernels.triton_backward import triton_backward
 
@@ -118,9 +136,7 @@ def backward_op(
         d_out, d_prefix, d_received, q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self,
         softmax_eps, out, saved, wants_key_weight, wants_soft,
     )  # fmt: skip
-    dq, dk, dv, d_key_weight, d_soft = (
-        promise if x is None else x for x, promise in zip(found, promised, strict=True)
-    )
+    dq, dk, dv, d_key_weight, d_soft = (q.new_empty([0]) if x is None else x for x in found)
     return dq, dk, dv, d_key_weight, d_soft
 
 

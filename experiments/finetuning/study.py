@@ -10,6 +10,7 @@ photos are looked at once, at the end: the weights are those of the last step. F
 import argparse
 import json
 import multiprocessing
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -160,6 +161,13 @@ def run_task(
     }
 
 
+def _share_cores(workers: int) -> None:
+    """Let each process compute on its share of the cores: more threads than cores wait for each other."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
 def study(photos: Path, output: Path, work: Path, workers: int, more: Sequence[str], loaders: int) -> None:
     """Run what is not yet done, then write the report.
 
@@ -178,7 +186,8 @@ def study(photos: Path, output: Path, work: Path, workers: int, more: Sequence[s
     context = multiprocessing.get_context("spawn")
     start = time.perf_counter()
     failures: list[str] = []
-    with ProcessPoolExecutor(workers, mp_context=context) as pool, (output / JOURNAL).open("a") as journal:
+    pool = ProcessPoolExecutor(workers, context, _share_cores, (workers,))
+    with pool, (output / JOURNAL).open("a") as journal:
         futures = [pool.submit(run_task, task, photos, work, more, quiet) for task in left]
         for number, future in enumerate(as_completed(futures), 1):
             if error := future.exception():
