@@ -15,7 +15,9 @@ Argument = Tensor | int | None
 Start = Callable[[int, tuple[Any, ...]], None]
 """Takes the number of programs, and of each argument its address, its value, or anything if it is absent."""
 
-current_device = torch.accelerator.current_device_index
+# What `torch.cuda.current_device` asks once CUDA runs, as it does where there is a tensor on a GPU.
+current_device = getattr(torch._C, "_cuda_getDevice", torch.accelerator.current_device_index)
+_hooks = triton.knobs.runtime
 
 
 class Bound:
@@ -94,8 +96,9 @@ class Bound:
 
 def is_direct(device: int) -> bool:
     """Whether a kernel of this device can be started past Triton now: the device is current, no profiler looks on."""
-    hooks = triton.knobs.runtime
-    return device == current_device() and not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    return device == current_device() and not (
+        _hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls
+    )
 
 
 def specialise(arguments: Sequence[Argument], loose: Sequence[bool]) -> tuple[list[Any], list[Any]]:
