@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -80,8 +80,16 @@ class Candidate:
     @cached_property
     def depth(self) -> int:
         """Blocks of the tiny models: the fewest that the policy's layers fit, at least six where they let us."""
+        return self._first_fitting((*range(6, 65), *range(5, 0, -1)))
+
+    @cached_property
+    def deit_depth(self) -> int:
+        """The 12 blocks of DeiT, where the policy's layers fit them; else `depth`."""
+        return self._first_fitting((12, self.depth))
+
+    def _first_fitting(self, depths: Sequence[int]) -> int:
         refusal = None
-        for depth in (*range(6, 65), *range(5, 0, -1)):
+        for depth in depths:
             policy = self.make()
             if not isinstance(policy, PruningPolicy):
                 raise CheckFailure(f"a prunevit.PruningPolicy is needed, got {type(policy).__name__}")
