@@ -85,6 +85,12 @@ def targets(figures: Measurements, config: BenchConfig) -> list[Target]:
                 graphs = figures.find(place, name, GRAPHS, MODE)
                 found.append(within(f"{name}: CUDA graphs of a forward", place, graphs, 1))
             if "ltmp" in case.rivals:
+                what = "ltmp: its cost where it leaves as many rows behind each block as ToMe"
+                ours, given, dense = (
+                    figures.find(place, each, MS, MODE)
+                    for each in (f"ltmp {FIRST}", f"given {FIRST}", "dense")
+                )
+                found.append(overhead(what, place, ours, given, dense, MOST))
                 what = "LTMP's throughput over ToMe's, as many rows behind each block (1 %)"
                 found.append(figures.faster(what, place, f"ltmp {FIRST}", FIRST, MS, LTMP_OF_TOME, MODE))
     return found

@@ -110,6 +110,8 @@ def test_targets_of_made_up_figures() -> None:
     assert graphs["tome: CUDA graphs of a forward"].met is False
     (ltmp,) = (each for name, each in targets.items() if name.startswith("LTMP"))
     assert (ltmp.ratio, ltmp.reach, ltmp.met) == (7 / 8, 0.85, True)
+    (cost,) = (each for name, each in targets.items() if name.startswith("ltmp: its cost where"))
+    assert (cost.ratio, cost.met) == (0.2, False)
 
 
 def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
