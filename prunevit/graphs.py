@@ -63,6 +63,11 @@ class GraphCache:
         graph.replay()
         return outputs
 
+    def clear(self) -> None:
+        """Drop all graphs, and their memory with them."""
+        self._graphs.clear()
+        self._pool = None
+
     def _own(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Tensors that a graph can read: those of another graph of like inputs, or new ones."""
         like = [(each.shape, each.dtype, each.device) for each in inputs]
