@@ -69,8 +69,8 @@ def gather(
             `size`.
         key_weight_in: likewise for `key_weight`; None: each row keeps its own.
 
-    Cost: one launch on a GPU; reads the rows that stay or are folded, writes `capacity` rows. Deterministic, no
-        host synchronisation.
+    Cost: one launch on a GPU, and one more where `merge_into` has to be searched; reads the rows that stay or are
+        folded, writes `capacity` rows. Deterministic, no host synchronisation.
     """
     floats = [x, size, key_weight, soft, merge_weight, size_in, key_weight_in]
     compute = _gather_op if torch.compiler.is_compiling() else choose_gather

@@ -1,14 +1,19 @@
 """Inputs and the independent oracle of the tests of `gather`: a loop over rows in fp64."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from prunevit.kernels.gather import Gathered, gather_reference
 
-FOLDS = ("none", "one heir", "selection", "pairs", "few heirs", "anything")
+FOLDS = ("none", "one heir", "selection", "pairs", "few heirs", "long lists", "anything")
+LISTS = (1, 8, 9, 60, 300)
+"""Members of the heirs of an image in "long lists", as far as the image has rows."""
+FOLDED = ("size", "key_weight")
 
 
 def make_gather_case(
@@ -26,7 +31,8 @@ def make_gather_case(
 
     "one heir" folds all rows that leave an image into one; "selection" does so as `select` does, and says so;
     "pairs" folds most of them into rows that stay, "few heirs" all of them into the first row of a third of the
-    image; "anything" lets kept rows join others or nobody, and rows join what does not stay.
+    image; "long lists" lets any rows join a few that stay, of which every second joins itself; "anything" lets kept
+    rows join others or nobody, and rows join what does not stay.
     """
     generator = torch.Generator().manual_seed(sum(lengths) + channels)
     live = sum(lengths)
@@ -54,6 +60,17 @@ def make_gather_case(
     if fold == "anything":
         merge_into = torch.where(torch.rand(num_rows, generator=generator) < 0.4, partner, merge_into)
         merge_into[::7] = -1
+    if fold == "long lists":
+        merge_into = torch.where(kept, row, -1)
+        for start, length in zip(starts.tolist(), lengths):
+            shuffled = start + torch.randperm(length, generator=generator)
+            heirs = shuffled[kept[shuffled]][: len(LISTS)]
+            joining = shuffled[~torch.isin(shuffled, heirs)]
+            places = torch.arange(len(heirs)).repeat_interleave(torch.tensor(LISTS)[: len(heirs)])[
+                : len(joining)
+            ]
+            merge_into[joining[: len(places)]] = heirs[places]
+            merge_into[heirs[::2]] = -1
     merge_into[live:] = -1
 
     def rows(*shape: int) -> Tensor:
@@ -150,6 +167,53 @@ def assert_gathered(result: Gathered, case: dict[str, Any]) -> None:
         assert error <= budget, name
     assert result.x.dtype == case["x"].dtype
     assert result.image_id.dtype == result.source.dtype == torch.int32
+
+
+def draw_members(lengths: list[int], density: float, seed: int) -> dict[str, Any]:
+    """Draw the arguments of `list_members`: a share of the rows joins anyone, a row of another image too, or nobody.
+
+    Sizes and weights are multiples of 1/4, whose sums are exact.
+    """
+    generator = numpy.random.default_rng(seed)
+    live, dead_rows = sum(lengths), 3
+    into = numpy.arange(live + dead_rows)
+    moves = generator.random(live + dead_rows) < density
+    into[moves] = generator.integers(-1, live + dead_rows, moves.sum())
+    near = moves & (generator.random(live + dead_rows) < 0.9)
+    image = numpy.repeat(numpy.arange(len(lengths) + 1), [*lengths, dead_rows])
+    starts = numpy.concatenate([[0], numpy.cumsum(lengths)])
+    extent = numpy.array([*lengths, dead_rows])[image]
+    # The square crowds heirs, so that lists are long and short.
+    into[near] = (starts[image] + (generator.random(live + dead_rows) ** 2 * extent).astype(int))[near]
+    values = generator.integers(1, 40, (2, live + dead_rows)) / 4
+    return {
+        "merge_into": torch.from_numpy(into),
+        "cu_old": torch.from_numpy(starts).int(),
+        "size": torch.from_numpy(values[0]).float(),
+        "key_weight": torch.from_numpy(values[1]).float(),
+    }
+
+
+def assert_members(found: Any, case: dict[str, Any]) -> None:
+    """Equal to lists that are searched for row by row, and to sums in fp64."""
+    into, bounds = case["merge_into"].numpy(), case["cu_old"].tolist()
+    stops, lists = found.lists.cpu().numpy()
+    size = found.size.cpu()
+    key_weight = None if found.key_weight is None else found.key_weight.cpu()
+    values = {
+        name: numpy.ones(len(into)) if case[name] is None else case[name].double().numpy() for name in FOLDED
+    }
+    for begin, end in pairwise(bounds):
+        image = numpy.arange(begin, end)
+        for row in image:
+            joining = image[into[begin:end] == row]
+            others = joining[joining != row]
+            start = begin if row == begin else stops[row - 1]
+            assert lists[start : stops[row]].tolist() == others.tolist()
+            assert size[row] == values["size"][joining].sum()
+            if key_weight is not None:
+                assert key_weight[row] == values["key_weight"][joining].sum()
+    assert (key_weight is None) == (case["key_weight"] is None)
 
 
 def eager(case: dict[str, Any]) -> dict[str, Tensor]:

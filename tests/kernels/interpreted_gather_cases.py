@@ -1,4 +1,4 @@
-"""The kernel of `gather` on a CPU, interpreted; bf16 is wrong there.
+"""The kernels of `gather` on a CPU, interpreted; bf16 is wrong there.
 
 `test_gather.py` runs this file in a process of its own: TRITON_INTERPRET=1 must be set before triton is imported.
 """
@@ -9,7 +9,16 @@ from itertools import product
 
 import pytest
 import torch
-from gather_cases import FOLDS, assert_gathered, make_gather_case
+from gather_cases import (
+    FOLDED,
+    FOLDS,
+    LISTS,
+    assert_gathered,
+    assert_members,
+    draw_members,
+    make_gather_case,
+)
+from hypothesis import example, given, settings, strategies
 from selection_cases import poison
 
 from prunevit import RaggedTokens, fuse, pack, threshold, top_k
@@ -42,9 +51,29 @@ def test_gather(lengths: list[int], dtype: torch.dtype, fold: str) -> None:
     assert_gathered(gather(**case), case)
 
 
-def test_gather_members_of_two_spans() -> None:
-    case = make_gather_case([290, 3], 3, torch.float32, "few heirs", spare=2)
+@pytest.mark.parametrize(
+    "absent", [(), ("merge_weight", "size", "size_in", "key_weight_in"), ("key_weight",)]
+)
+def test_gather_lists_of_any_length(absent: tuple[str, ...]) -> None:
+    case = make_gather_case([400, 3], 140, torch.float32, "long lists", spare=2, absent=absent)
+    others = case["merge_into"][case["merge_into"] != torch.arange(403)]
+    assert {0, *LISTS} <= set(others[others >= 0].bincount(minlength=403).tolist())
     assert_gathered(gather(**case), case)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=strategies.lists(strategies.sampled_from([0, 1, 2, 17, 128, 129, 300]), min_size=1, max_size=4),
+    density=strategies.sampled_from([0.0, 0.1, 0.6, 1.0]),
+    absent=strategies.sets(strategies.sampled_from(FOLDED)),
+    seed=strategies.integers(0, 1000),
+)
+@example(lengths=[1100, 40], density=0.3, absent=set(), seed=0)  # several chunks
+def test_lists_of_members(lengths: list[int], density: float, absent: set[str], seed: int) -> None:
+    from prunevit.kernels.triton_members import list_members
+
+    case = draw_members(lengths, density, seed) | dict.fromkeys(absent)
+    assert_members(list_members(**case), case)
 
 
 @pytest.mark.parametrize("fold", ["one heir", "selection"])

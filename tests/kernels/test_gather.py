@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from gather_cases import FOLDS, assert_gathered, make_gather_case
+from gather_cases import FOLDED, FOLDS, assert_gathered, assert_members, draw_members, make_gather_case
 from torch import Tensor
-from triton_without_gpu import compile_for_hopper, run_interpreted
+from triton_without_gpu import Compiled, compile_for_hopper, run_interpreted
 
 from prunevit.kernels import gather as door
 from prunevit.kernels.gather import gather
@@ -77,13 +77,16 @@ def test_compiled_without_a_break(fold: str) -> None:
 
 
 @pytest.mark.parametrize("channels", [192, 384, 1664])
-@pytest.mark.parametrize("fold", ["none", "one heir", "selection"])
+@pytest.mark.parametrize("fold", ["none", "pairs", "selection"])
 @pytest.mark.parametrize("many", [False, True])
 def test_kernel_compiles_for_hopper(
     many: bool, fold: str, channels: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from prunevit.kernels import triton_gather
+    from prunevit.kernels.triton_members import Members
 
+    lists = torch.zeros(2, 12, dtype=torch.int32)
+    monkeypatch.setattr(triton_gather, "list_members", lambda into, cu, *values: Members(lists, *values))
     monkeypatch.setattr(triton_gather, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
     chosen = triton_gather.choose_tile
     monkeypatch.setattr(
@@ -95,12 +98,31 @@ def test_kernel_compiles_for_hopper(
         arguments = positional(make_gather_case([12], channels, dtype, fold))
         call = partial(triton_gather.triton_gather, *arguments)
         compiled = compile_for_hopper(monkeypatch, triton_gather, call, tmp_path)
-        assert compiled.spilled <= 32  # a few scalars of the longer of two paths
+        assert compiled.spilled <= (
+            32 if fold == "selection" else 8
+        )  # a few scalars of the longer of two paths
         assert compiled.shared <= 8 * 1024
         assert re.search(r"ld\.global[\w.:]*\.v4", compiled.ptx)
         assert re.search(r"st\.global[\w.:]*\.v4", compiled.ptx)
-        assert not re.search(r"^\s*(atom|red)\b", compiled.ptx, re.MULTILINE)
-        assert "griddepcontrol.wait" in compiled.ptx
+        check(compiled)
+
+
+def test_kernel_of_members_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from prunevit.kernels import triton_members
+
+    monkeypatch.setattr(triton_members, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
+    for length, absent in ((197, ()), (1025, ()), (197, FOLDED)):
+        case = draw_members([length], 0.1, 0) | dict.fromkeys(absent)
+        call = partial(triton_members.list_members, **case)
+        compiled = compile_for_hopper(monkeypatch, triton_members, call, tmp_path)
+        assert compiled.spilled == 0
+        assert compiled.shared <= 8 * 1024
+        check(compiled)
+
+
+def check(compiled: Compiled) -> None:
+    assert not re.search(r"^\s*(atom|red)\b", compiled.ptx, re.MULTILINE)
+    assert "griddepcontrol.wait" in compiled.ptx
 
 
 def positional(case: dict[str, Any]) -> tuple[Any, ...]:
@@ -124,6 +146,19 @@ def test_on_a_gpu(channels: int, dtype: torch.dtype, fold: str) -> None:
     for spare in (210, -40):
         case = make_gather_case(lengths, channels, dtype, fold, spare=spare, dead_rows=9, device="cuda")
         assert_gathered(gather(**case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[197] * 20, [5, 0, 1300], [4000], [1]], ids=str)
+def test_lists_of_members_on_a_gpu(lengths: list[int]) -> None:
+    from prunevit.kernels.triton_members import list_members
+
+    for density, absent in product((0.1, 1.0), ((), FOLDED)):
+        case = draw_members(lengths, density, 0) | dict.fromkeys(absent)
+        arguments: dict[str, Any] = {
+            name: None if values is None else values.cuda() for name, values in case.items()
+        }
+        assert_members(list_members(**arguments), case)
 
 
 @pytest.mark.gpu
