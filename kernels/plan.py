@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prunevit.kernels.parts import join_parts, rooms, split_parts
 from prunevit.kernels.select import has_triton
 
 
@@ -41,7 +42,7 @@ def plan(
         source: patch of each row, int32 [T]; negative for prefix rows, which lead their image and always stay, and
             for dead rows, which never do.
         keep: patches that stay, bool [T]; None: all.
-        order: floating or of signed integers, [T], compared as it is; None: the present order.
+        order: bool, floating or of signed integers, [T], compared as it is; None: the present order.
         image_id: image of each row, int32 [T]; B for dead rows.
         cu_seqlens: boundaries of the images, int32 [B + 1].
         max_seqlen: bound on the rows of an image, known on the host.
@@ -52,13 +53,16 @@ def plan(
     compute = _plan_op if torch.compiler.is_compiling() else choose_plan
     order = None if order is None else order.detach()
     ints = compute(source, keep, order, image_id, cu_seqlens, max_seqlen)
-    destination, _, bounds, _, extent = ints.split_with_sizes(plan_sizes(len(source), len(cu_seqlens) - 1))
-    return Places(destination, bounds, extent)
+    return Places(*split_parts(ints, plan_lengths(len(source), len(cu_seqlens) - 1), MULTIPLE))
 
 
-def plan_sizes(num_rows: int, batch_size: int) -> tuple[int, ...]:
-    """Lengths of the parts of what is computed, each with the gap behind it: all but the extent start aligned."""
-    return num_rows, -num_rows % 4, batch_size + 1, -(batch_size + 1) % 4, 3
+MULTIPLE = 4
+"""Where the parts of what is computed start: so that each is aligned to 16 bytes."""
+
+
+def plan_lengths(num_rows: int, batch_size: int) -> tuple[int, ...]:
+    """Lengths of the parts of what is computed."""
+    return num_rows, batch_size + 1, 3
 
 
 def plan_reference(
@@ -69,7 +73,7 @@ def plan_reference(
     cu_seqlens: Tensor,
     max_seqlen: int,
 ) -> Tensor:
-    """Say what `plan` means; returns its parts one behind the other, see `plan_sizes`."""
+    """Say what `plan` means; returns its parts one behind the other, see `plan_lengths`."""
     live, is_patch = image_id < len(cu_seqlens) - 1, source >= 0
     kept = live if keep is None else live & (keep | ~is_patch)
     upto = F.pad(kept.cumsum(0), (1, 0))
@@ -85,9 +89,8 @@ def plan_reference(
     destination = torch.where(kept, new - bounds[image_id], -1)
     lengths = bounds.diff()
     ends = (lengths.amax()[None], lengths.amin()[None]) if len(lengths) else (lengths.new_zeros(2),)
-    gaps = plan_sizes(len(source), len(lengths))
-    parts = [F.pad(destination, (0, gaps[1])), F.pad(bounds, (0, gaps[3])), bounds[-1:], *ends]
-    return torch.cat(parts).int()
+    extent = torch.cat([bounds[-1:], *ends])
+    return join_parts([destination, bounds, extent], MULTIPLE).int()
 
 
 def takes_triton(rows: Tensor) -> bool:
@@ -104,6 +107,8 @@ def choose_plan(
     max_seqlen: int,
 ) -> Tensor:
     """Compute `plan` by the kernel where it can, by the reference elsewhere."""
+    if order is not None and order.dtype == torch.bool:
+        order = order.view(torch.int8)  # here, where no compiler sees it: inductor has no such view of bool
     if not (takes_triton(source) and len(source) and len(cu_seqlens) > 1 and max_seqlen):
         return plan_reference(source, keep, order, image_id, cu_seqlens, max_seqlen)
     from prunevit.kernels.triton_plan import triton_plan
@@ -124,4 +129,6 @@ def _(
     cu_seqlens: Tensor,
     max_seqlen: int,
 ) -> Tensor:
-    return source.new_empty(sum(plan_sizes(source.shape[0], cu_seqlens.shape[0] - 1)), dtype=torch.int32)
+    return source.new_empty(
+        sum(rooms(plan_lengths(source.shape[0], cu_seqlens.shape[0] - 1), MULTIPLE)), dtype=torch.int32
+    )

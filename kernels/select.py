@@ -7,10 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prunevit.kernels.parts import rooms, split_parts
 from prunevit.kernels.select_reference import (
+    FLAG_MULTIPLE,
+    INT_MULTIPLE,
     Planes,
-    flag_sizes,
-    int_sizes,
+    flag_lengths,
+    int_lengths,
     mean_over_heads,
     rank_reference,
     select_reference,
@@ -132,10 +135,10 @@ def select(
         None if rule.each is None else rule.each.detach(), batch_size, rows, prefix,
         rule.kind, float(value), min(rule.least, _MOST), most,
     )  # fmt: skip
-    destination, _, destination_fused, _, cu, _, cu_fused, _, extent, extent_fused = ints.split_with_sizes(
-        int_sizes(num_rows, batch_size)
-    )
-    keep, _, keep_fused, _ = flags.split_with_sizes(flag_sizes(num_rows))
+    lengths = int_lengths(num_rows, batch_size)
+    destination, destination_fused, cu, cu_fused, extents = split_parts(ints, lengths, INT_MULTIPLE)
+    extent, extent_fused = extents.split(3)
+    keep, keep_fused = split_parts(flags, flag_lengths(num_rows), FLAG_MULTIPLE)
     if differentiable:
         mean = mean_over_heads(score)
         merge_weight = torch.where(keep | (merge_into < 0), torch.ones_like(mean), mean)
@@ -223,8 +226,8 @@ def _(
     num_rows = score.shape[0]
     wide = torch.promote_types(score.dtype, torch.float32)
     return (
-        score.new_empty(sum(int_sizes(num_rows, batch_size)), dtype=torch.int32),
-        score.new_empty(sum(flag_sizes(num_rows)), dtype=torch.bool),
+        score.new_empty(sum(rooms(int_lengths(num_rows, batch_size), INT_MULTIPLE)), dtype=torch.int32),
+        score.new_empty(sum(rooms(flag_lengths(num_rows), FLAG_MULTIPLE)), dtype=torch.bool),
         score.new_empty(num_rows, dtype=torch.int64),
         score.new_empty(num_rows, dtype=wide),
     )

@@ -4,21 +4,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prunevit.kernels.parts import join_parts
+
 Planes = tuple[Tensor, Tensor, Tensor, Tensor]
 """What `select` computes, so that a kernel's outputs are few: int32 (destination, destination_fused, cu_seqlens,
-cu_fused, extent and extent_fused, one behind the other, see `int_sizes`), bool (keep, keep_fused, see `flag_sizes`),
+cu_fused, extent with extent_fused, parts of `int_lengths`), bool (keep and keep_fused, parts of `flag_lengths`),
 merge_into [T] and merge_weight [T]."""
 
 
-def int_sizes(num_rows: int, batch_size: int) -> tuple[int, ...]:
-    """Lengths of the int32 parts of `Planes`, each with the gap behind it: all but the extents start aligned."""
-    rows_gap, bounds_gap = -num_rows % 4, -(batch_size + 1) % 4
-    return (num_rows, rows_gap) * 2 + (batch_size + 1, bounds_gap) * 2 + (3, 3)
+INT_MULTIPLE, FLAG_MULTIPLE = 4, 16
+"""Where the parts of `Planes` start: so that each is aligned to 16 bytes."""
 
 
-def flag_sizes(num_rows: int) -> tuple[int, ...]:
-    """Lengths of the bool parts of `Planes`, each with the gap behind it."""
-    return (num_rows, -num_rows % 16) * 2
+def int_lengths(num_rows: int, batch_size: int) -> tuple[int, ...]:
+    """Lengths of the int32 parts of `Planes`."""
+    return num_rows, num_rows, batch_size + 1, batch_size + 1, 6
+
+
+def flag_lengths(num_rows: int) -> tuple[int, ...]:
+    """Lengths of the bool parts of `Planes`."""
+    return num_rows, num_rows
 
 
 def select_reference(
@@ -74,18 +79,15 @@ def select_reference(
     slots, bounds, extents, flags = [], [], [], []
     for keep in (is_prefix | (is_patch & ~loses), is_prefix | (is_patch & (ranks <= count))):
         kept = keep.sum(1)
-        slots.append(_gapped(by_row(torch.where(keep, keep.cumsum(1) - 1, -1), -1), 4))
-        flags.append(_gapped(by_row(keep, False), 16))
-        bounds.append(_gapped(F.pad(kept.cumsum(0), (1, 0)), 4))
+        slots.append(by_row(torch.where(keep, keep.cumsum(1) - 1, -1), -1))
+        flags.append(by_row(keep, False))
+        bounds.append(F.pad(kept.cumsum(0), (1, 0)))
         ends = (kept.amax()[None], kept.amin()[None]) if batch_size else (kept.new_zeros(2),)
-        extents.append(torch.cat([kept.sum()[None], *ends]))
+        extents += [kept.sum()[None], *ends]
     loser = by_row(loses, False)
     weight = torch.where(loser, mean, torch.ones_like(mean))
-    return torch.cat([*slots, *bounds, *extents]).int(), torch.cat(flags), by_row(joins, -1), weight
-
-
-def _gapped(values: Tensor, multiple: int) -> Tensor:
-    return F.pad(values, (0, -values.shape[0] % multiple))
+    ints = join_parts([*slots, *bounds, torch.cat(extents)], INT_MULTIPLE).int()
+    return ints, join_parts(flags, FLAG_MULTIPLE), by_row(joins, -1), weight
 
 
 def _count(

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from prunevit.kernels.launch import Bound
-from prunevit.kernels.select_reference import Planes, flag_sizes, int_sizes
+from prunevit.kernels.parts import rooms
+from prunevit.kernels.select_reference import FLAG_MULTIPLE, INT_MULTIPLE, Planes, flag_lengths, int_lengths
 
 RANK_BLOCK = 128
 _DOUBLE, _LONG = struct.Struct("<d"), struct.Struct("<q")
@@ -38,8 +39,9 @@ def triton_select(
     num_heads, row_stride, head_stride = 1, score.stride(0), 0
     if score.dim() == 2:
         num_heads, head_stride = score.shape[1], score.stride(1)
-    ints = score.new_empty(sum(int_sizes(num_rows, batch_size)), dtype=torch.int32)
-    flags = score.new_empty(sum(flag_sizes(num_rows)), dtype=torch.bool)
+    int_rooms = rooms(int_lengths(num_rows, batch_size), INT_MULTIPLE)
+    ints = score.new_empty(sum(int_rooms), dtype=torch.int32)
+    flags = score.new_empty(sum(rooms(flag_lengths(num_rows), FLAG_MULTIPLE)), dtype=torch.bool)
     merge_into = score.new_empty(num_rows, dtype=torch.int64)
     merge_weight = score.new_empty(num_rows, dtype=torch.float32)
     each_stride = 0 if each is None else each.stride(0)
@@ -52,7 +54,7 @@ def triton_select(
         most, head_stride,
     )  # fmt: skip
     if batch_size > 1 and not (kind == "count" and cu_seqlens is None and each is None and eligible is None):
-        _bound_bounds()(2, ints, sum(int_sizes(num_rows, batch_size)[:4]), batch_size)
+        _bound_bounds()(2, ints, sum(int_rooms[:2]), batch_size)
     return ints, flags, merge_into, merge_weight
 
 

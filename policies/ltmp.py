@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from prunevit.checks import check_number
 from prunevit.folding import merge, nearest
 from prunevit.keepmask import KeepMask, threshold
+from prunevit.kernels.join import join
 from prunevit.kernels.turns import split_by_turns
 from prunevit.policy import Layers, ModelInfo, PruningPolicy
 from prunevit.tokens import AttentionState, RaggedTokens
@@ -102,26 +103,29 @@ class LTMP(PruningPolicy):
         assert attention is not None
         stage = self.layers.index(layer)
         a, b = split_by_turns(tokens.source, tokens.image_id, tokens.cu_seqlens)
-        k, present = attention.k, None
-        if tokens.soft is not None:  # what is masked is like nothing
-            present = tokens.is_patch & (tokens.soft > 0.5)
+        k, soft = attention.k, tokens.soft
+        if soft is not None:  # what is masked is like nothing, and joins nobody
+            present = tokens.is_patch & (soft > 0.5)
             k = k * present[:, None, None]
         partner, similarity = nearest(tokens, k, queries=a, keys=b, cosine=True)
-        merged = similarity > self.merge_thresholds[stage]
-        if present is not None:
-            merged = merged & present
-        received = _best_of_group(self.score(tokens, attention, layer), partner, merged)
-        sizes = tokens.sizes
-        mask = replace(
-            merge(tokens, KeepMask(~merged), partner, sizes), order=b.view(torch.int8), key_weight=sizes
+        if soft is not None:
+            similarity = similarity.masked_fill(~present, -torch.inf)
+        keep, received = join(
+            similarity,
+            partner,
+            self.merge_thresholds[stage],
+            attention.received_attention,
+            cu_seqlens=tokens.cu_seqlens,
         )
+        sizes = tokens.sizes
+        mask = replace(merge(tokens, KeepMask(keep), partner, sizes), order=b, key_weight=sizes)
         if not self.training:
             return threshold(tokens, received, self.prune_thresholds[stage], within=mask)
         merging = self._step(similarity, self.merge_thresholds[stage])
         staying = self._step(received, self.prune_thresholds[stage])
-        if tokens.soft is not None:
-            staying = torch.where(tokens.soft > 0.5, staying, tokens.soft)
-        soft = torch.where(merged, 1 - merging, staying)
+        if soft is not None:
+            staying = torch.where(soft > 0.5, staying, soft)
+        soft = torch.where(keep, staying, 1 - merging)
         return replace(mask, soft=torch.where(tokens.is_patch, soft, 1.0))
 
     def losses(self, trace: Trace, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -157,9 +161,3 @@ class LTMP(PruningPolicy):
         """1 where a value exceeds a threshold, else 0, with a sigmoid's gradient."""
         soft = ((value - threshold) / self.tau).sigmoid()
         return soft + ((value > threshold).to(soft) - soft).detach()
-
-
-def _best_of_group(score: Tensor, partner: Tensor, merged: Tensor) -> Tensor:
-    """The largest score among a row and those that merge into it, `[T]`."""
-    rows = torch.arange(len(score), device=score.device)
-    return score.scatter_reduce(0, torch.where(merged, partner, rows), score, "amax")

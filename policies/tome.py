@@ -76,7 +76,7 @@ class ToMe(PruningPolicy):
         keep, sizes = rank(tokens, similarity) >= number, tokens.sizes
         mask = merge(tokens, KeepMask(keep, rows_per_image=rows), partner, sizes)
         # Where nothing merges the authors leave the order alone.
-        order = None if self.rate(layer) == 0 else b.view(torch.int8)
+        order = None if self.rate(layer) == 0 else b
         return replace(mask, order=order, key_weight=sizes if self.prop_attn else None)
 
     def macs(self, counts: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class KeepMask:
         merge_weight: Factor of each row in its heir's sum, `[T]`; None means 1.
         size: What each row adds to its heir's `size`, `[T]`; None: its own size.
         key_weight: What each row adds to its heir's `key_weight`, `[T]`; None: the heir keeps its own.
-        order: Sort key of the rows of an image after packing, `[T]`; None: the present order.
+        order: Sort key of the rows of an image after packing, `[T]`, bool (False first) or a number; None: the present
+            order.
         soft: Training only: the whole new soft mask, `[T]`. With it no row leaves: rows may still be reordered, and
             heirs still take up what is folded into them.
         aux: Tensors for the policy's own losses.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prunevit.checks import require
 from prunevit.keepmask import KeepMask
+from prunevit.kernels.fit import fit
 from prunevit.kernels.gather import gather as gather_rows
 from prunevit.kernels.plan import plan as find_places
 from prunevit.tokens import RaggedTokens
@@ -25,7 +26,7 @@ _DTYPES = {
     "keep": ("bool, as a comparison gives it", frozenset({torch.bool})),
     "merge_into": ("of signed integers", _INTEGERS),
     **dict.fromkeys(("merge_weight", "size", "key_weight", "soft"), ("floating", _FLOATS)),
-    "order": ("floating or of signed integers", _FLOATS | _INTEGERS),
+    "order": ("bool, floating or of signed integers", _FLOATS | _INTEGERS | {torch.bool}),
 }
 """What the fields of a mask may hold, in words and as dtypes."""
 
@@ -127,7 +128,7 @@ def pack_into(tokens: RaggedTokens, mask: KeepMask, room: Room) -> tuple[RaggedT
         ValueError: As `pack`, or if the room is too small for any batch.
 
     Cost:
-        One copy of the rows that stay; some small launches where the room is less than what `tokens` takes up. No
+        One copy of the rows that stay; one launch more where the room is less than what `tokens` takes up. No
         synchronisation.
     """
     _check_shapes(tokens, mask)
@@ -141,7 +142,8 @@ def pack_into(tokens: RaggedTokens, mask: KeepMask, room: Room) -> tuple[RaggedT
     need = layout.extent[:2]
     # Compiled code must not depend on which rooms are whole: each such question is one more variant to compile.
     if torch.compiler.is_compiling() or not room.holds(Room(tokens.x.shape[0], tokens.max_seqlen)):
-        layout = _least_unless_it_fits(layout, need, room, least)
+        fitted, bounds = fit(layout.destination, layout.cu_seqlens, layout.extent, *room, least)
+        layout = replace(layout, destination=fitted, cu_seqlens=bounds)
     return gather(tokens, mask, layout, room.rows, room.longest, False), need
 
 
@@ -162,19 +164,6 @@ class Foreseen:
         tokens, need = pack_into(tokens, mask, self.rooms[len(self.needs)])
         self.needs.append(need)
         return tokens
-
-
-def _least_unless_it_fits(layout: Plan, need: Tensor, room: Room, least: int) -> Plan:
-    """The plan itself, or, where it exceeds the room, one that keeps the first `least` rows of each image."""
-    exceeds = (need[0] > room.rows) | (need[1] > room.longest)
-    bounds = layout.cu_seqlens
-    fewest = torch.arange(0, len(bounds) * least, least, device=bounds.device, dtype=bounds.dtype)
-    leaves = exceeds & (layout.destination >= least)
-    return replace(
-        layout,
-        destination=torch.where(leaves, -1, layout.destination),
-        cu_seqlens=torch.where(exceeds, fewest, bounds),
-    )
 
 
 def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:

@@ -224,8 +224,8 @@ def test_values_of_a_wrong_length_are_refused() -> None:
         (lambda t, s: top_p(t, s, 0.5, min_keep=3, max_keep=2), "must be at least min_keep=3, got 2"),
         (lambda t, s: pack(t, KeepMask([True] * 15)), "keep must be a tensor, got list"),  # type: ignore[arg-type]
         (
-            lambda t, s: pack(t, KeepMask(t.live, order=t.live)),
-            "order must be floating or of signed integers",
+            lambda t, s: pack(t, KeepMask(t.live, order=t.source.to(torch.uint8))),
+            "order must be bool, floating or of signed integers",
         ),
         (
             lambda t, s: pack(t, KeepMask(t.live, rows_per_image=5.0)),  # type: ignore[arg-type]

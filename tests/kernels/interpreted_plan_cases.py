@@ -1,4 +1,4 @@
-"""The kernels of `plan` and `split_by_turns` on a CPU, interpreted; bf16 is wrong there.
+"""The kernels of `plan`, `fit`, `split_by_turns` and `join` on a CPU, interpreted; bf16 is wrong there.
 
 `test_plan.py` runs this file in a process of its own: TRITON_INTERPRET=1 must be set before
 triton is imported.
@@ -6,9 +6,13 @@ triton is imported.
 
 import pytest
 import torch
-from plan_cases import LENGTHS, ORDERS, assert_plan, make_plan_case
+from join_cases import LENGTHS as JOIN_LENGTHS
+from join_cases import assert_joined, make_join_case
+from plan_cases import LENGTHS, ORDERS, assert_fits, assert_plan, make_plan_case
 from selection_cases import poison
 
+from prunevit.kernels import fit as fit_door
+from prunevit.kernels import join as join_door
 from prunevit.kernels import plan as door
 from prunevit.kernels.triton_turns import triton_split
 from prunevit.kernels.turns import split_reference
@@ -18,7 +22,8 @@ pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::Runtime
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "takes_triton", lambda rows: True)
+    for each in (door, fit_door, join_door):
+        monkeypatch.setattr(each, "takes_triton", lambda rows: True)
     poison(monkeypatch)
 
 
@@ -49,9 +54,23 @@ def test_orders_of_any_dtype(dtype: torch.dtype) -> None:
     assert_plan(case, case.plan())
 
 
+@pytest.mark.parametrize("lengths", [*LENGTHS, [9] * 120], ids=str)
+def test_fit(lengths: list[int]) -> None:
+    assert_fits(make_plan_case(lengths, "random", dead_rows=7))
+
+
 @pytest.mark.parametrize("lengths", [*LENGTHS, [5, 600]], ids=str)
 def test_split_by_turns(lengths: list[int]) -> None:
     case = make_plan_case(lengths, "present", prefix=2, dead_rows=9)
     given = (case.source, case.layout["image_id"], case.layout["cu_seqlens"])
     for found, expected in zip(triton_split(*given), split_reference(*given), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("lengths", JOIN_LENGTHS, ids=str)
+def test_join(lengths: list[int], dtype: torch.dtype) -> None:
+    case = make_join_case(lengths, dtype, dead_rows=300)
+    assert_joined(case, case.join())
+    case.score = torch.stack([case.score, case.score], 2)[:, :, 0].contiguous()  # row by row
+    assert_joined(case, case.join())

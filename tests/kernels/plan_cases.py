@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunevit.kernels.fit import fit
 from prunevit.kernels.plan import Places, plan
 
 LENGTHS = ([1], [0, 5, 0], [33, 150, 2])
-ORDERS = ("present", "random", "tied", "nan", "extreme", "int8", "int64")
+ORDERS = ("present", "random", "tied", "nan", "extreme", "bool", "int8", "int64")
 
 
 @dataclass
@@ -40,6 +41,8 @@ def draw_order(kind: str, rows: int) -> Tensor | None:
     if kind == "extreme":
         some = torch.tensor([math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38, math.nan])
         return some[torch.randint(len(some), (rows,), generator=generator)]
+    if kind == "bool":
+        return random > 0
     if kind == "int8":
         return torch.randint(-128, 128, (rows,), generator=generator).to(torch.int8)
     if kind == "int64":  # apart only where fp64 is not
@@ -90,6 +93,21 @@ def assert_plan(case: PlanCase, places: Places, keeps_all: bool = False) -> None
     assert places.cu_seqlens.tolist() == [sum(counts[:image]) for image in range(len(counts) + 1)]
     assert places.extent.tolist() == [sum(counts), max(counts, default=0), min(counts, default=0)]
     assert all(part.dtype == torch.int32 for part in places)
+
+
+def assert_fits(case: PlanCase) -> None:
+    """Hold a plan in rooms that are just enough, or a row too small in one way, against lists."""
+    places = case.plan()
+    rows, longest, _ = places.extent.tolist()
+    destination, bounds = places.destination.tolist(), places.cu_seqlens.tolist()
+    for room in ((rows, longest), (rows + 1, longest + 9)):
+        fitted, starts = fit(places.destination, places.cu_seqlens, places.extent, *room, 2)
+        assert (fitted.tolist(), starts.tolist()) == (destination, bounds)
+    for room in ((rows - 1, longest), (rows, longest - 1), (rows - 1, longest - 1)):
+        fitted, starts = fit(places.destination, places.cu_seqlens, places.extent, *room, 2)
+        assert fitted.tolist() == [place if place < 2 else -1 for place in destination]
+        assert starts.tolist() == [2 * image for image in range(len(bounds))]
+        assert fitted.dtype == starts.dtype == torch.int32
 
 
 def by_rising(value: float, source: int) -> tuple[bool, float]:

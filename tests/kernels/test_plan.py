@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plan_cases import LENGTHS, ORDERS, assert_plan, make_plan_case
+from plan_cases import LENGTHS, ORDERS, assert_fits, assert_plan, make_plan_case
 from triton_without_gpu import compile_for_hopper, run_interpreted
 
 from prunevit.kernels import plan as door
@@ -26,6 +26,11 @@ def test_reference_against_lists(lengths: list[int], kind: str) -> None:
         case = make_plan_case(lengths, kind, prefix, dead_rows=7)
         assert_plan(case, case.plan())
         assert_plan(case, plan(case.source, None, case.order, **case.layout), keeps_all=True)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_fit_against_lists(lengths: list[int]) -> None:
+    assert_fits(make_plan_case(lengths, "random", dead_rows=7))
 
 
 def test_no_images() -> None:
@@ -67,6 +72,7 @@ def test_plan_on_a_gpu(kind: str) -> None:
         case = make_plan_case(lengths, kind, dead_rows=150, device="cuda")
         assert_plan(case, case.plan())
         assert_plan(case, plan(case.source, None, case.order, **case.layout), keeps_all=True)
+        assert_fits(case)
 
 
 @pytest.mark.gpu
