@@ -206,7 +206,7 @@ def _readable(path: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     """Why a file cannot be read; torch's own words on pickles advise to run what is in them."""
-    if not isinstance(error, pickle.UnpicklingError):
+    if not isinstance(error, pickle.UnpicklingError | KeyError):  # a key is a place in the pickle's memory
         return first_line(error).split(". ")[0]
     named = re.search(r"GLOBAL (\S+)", str(error))
     return f"it would call {named[1]}, which was not run" if named else "it is no pickle of torch's"

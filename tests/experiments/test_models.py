@@ -66,6 +66,13 @@ def test_files_that_hold_no_weights(tmp_path: Path, name: str) -> None:
         build_model(config(), read_weights(str(file)))
 
 
+@pytest.mark.parametrize("text", [b"junk\n", b"nothing of the kind"])
+def test_what_is_no_pickle_is_called_so(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "w.pth").write_bytes(text)
+    with pytest.raises(InputError, match=r"got .*w\.pth \(it is no pickle of torch's\)$"):
+        read_weights(str(tmp_path / "w.pth"))
+
+
 @pytest.mark.parametrize("more", [{"epoch": 3}, {"cls_token": [1.0]}, {"norm.weight": None}])
 def test_entries_that_are_no_tensors(tmp_path: Path, more: dict[str, Any]) -> None:
     torch.save({**random_model().state_dict(), **more}, tmp_path / "w.pth")
