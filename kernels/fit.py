@@ -27,7 +27,7 @@ def fit(
     # A compiler makes one kernel of the reference, for any room.
     if torch.compiler.is_compiling() or not (takes_triton(destination) and len(destination)):
         return fit_reference(destination, cu_seqlens, extent, rows, longest, least)
-    from prunevit.kernels.triton_plan import triton_fit
+    from prunevit.kernels.triton_fit import triton_fit
 
     return triton_fit(destination, cu_seqlens, extent, rows, longest, least)
 

@@ -7,18 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rooms(lengths: Sequence[int], multiple: int) -> list[int]:
-    """Room that each part takes: its length, rounded up so that the next one starts at a multiple."""
+def pitches(lengths: Sequence[int], multiple: int) -> list[int]:
+    """How far the next part starts behind each: its length, rounded up to a multiple."""
     return [length + -length % multiple for length in lengths]
 
 
 def split_parts(joined: Tensor, lengths: Sequence[int], multiple: int) -> list[Tensor]:
     """Views of the parts.
 
-    What is left of a room is cut off a part, never a part by itself: whether that is empty a compiler would have to
+    What is left of a pitch is cut off a part, never a part by itself: whether that is empty a compiler would have to
     know, and to compile anew where it is not.
     """
-    parts = joined.split_with_sizes(rooms(lengths, multiple))
+    parts = joined.split_with_sizes(pitches(lengths, multiple))
     return [part[:length] for part, length in zip(parts, lengths)]
 
 

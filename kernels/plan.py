@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prunevit.kernels.parts import join_parts, rooms, split_parts
+from prunevit.kernels.parts import join_parts, pitches, split_parts
 from prunevit.kernels.select import has_triton
 
 
@@ -130,5 +130,5 @@ def _(
     max_seqlen: int,
 ) -> Tensor:
     return source.new_empty(
-        sum(rooms(plan_lengths(source.shape[0], cu_seqlens.shape[0] - 1), MULTIPLE)), dtype=torch.int32
+        sum(pitches(plan_lengths(source.shape[0], cu_seqlens.shape[0] - 1), MULTIPLE)), dtype=torch.int32
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prunevit.kernels.parts import rooms, split_parts
+from prunevit.kernels.parts import pitches, split_parts
 from prunevit.kernels.select_reference import (
     FLAG_MULTIPLE,
     INT_MULTIPLE,
@@ -226,8 +226,8 @@ def _(
     num_rows = score.shape[0]
     wide = torch.promote_types(score.dtype, torch.float32)
     return (
-        score.new_empty(sum(rooms(int_lengths(num_rows, batch_size), INT_MULTIPLE)), dtype=torch.int32),
-        score.new_empty(sum(rooms(flag_lengths(num_rows), FLAG_MULTIPLE)), dtype=torch.bool),
+        score.new_empty(sum(pitches(int_lengths(num_rows, batch_size), INT_MULTIPLE)), dtype=torch.int32),
+        score.new_empty(sum(pitches(flag_lengths(num_rows), FLAG_MULTIPLE)), dtype=torch.bool),
         score.new_empty(num_rows, dtype=torch.int64),
         score.new_empty(num_rows, dtype=wide),
     )

@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from prunevit.kernels.launch import Bound
-from prunevit.kernels.parts import rooms
+from prunevit.kernels.parts import pitches
 from prunevit.kernels.plan import MULTIPLE, plan_lengths
 from prunevit.kernels.triton_select import bounds_kernel, store_bounds
 
 BLOCK = 128
-FIT_BLOCK = 1024
 
 
 def triton_plan(
@@ -23,35 +22,16 @@ def triton_plan(
 ) -> Tensor:
     """Compute `plan`; returns its parts one behind the other, see `plan.plan_lengths`."""
     num_rows, batch_size = len(source), len(cu_seqlens) - 1
-    room = rooms(plan_lengths(num_rows, batch_size), MULTIPLE)
-    ints = torch.empty(sum(room), dtype=torch.int32, device=source.device)
+    pitch = pitches(plan_lengths(num_rows, batch_size), MULTIPLE)
+    ints = torch.empty(sum(pitch), dtype=torch.int32, device=source.device)
     tiles = triton.cdiv(max_seqlen, BLOCK)
     _bound_plan(order is not None and order.element_size() == 8)(
         batch_size * tiles, ints, source.contiguous(), None if keep is None else keep.contiguous(),
         None if order is None else order.contiguous(), cu_seqlens, num_rows, batch_size, tiles,
     )  # fmt: skip
     if batch_size > 1:
-        _bound_bounds()(1, ints, room[0], batch_size)
+        _bound_bounds()(1, ints, pitch[0], batch_size)
     return ints
-
-
-def triton_fit(
-    destination: Tensor, cu_seqlens: Tensor, extent: Tensor, rows: int, longest: int, least: int
-) -> tuple[Tensor, Tensor]:
-    """Compute `fit`."""
-    num_rows, num_bounds = len(destination), len(cu_seqlens)
-    fitted = torch.empty(num_rows, dtype=torch.int32, device=destination.device)
-    bounds = torch.empty(num_bounds, dtype=torch.int32, device=destination.device)
-    _bound_fit()(
-        triton.cdiv(max(num_rows, num_bounds), FIT_BLOCK), destination, cu_seqlens, extent, fitted, bounds, num_rows,
-        num_bounds, rows, longest, least,
-    )  # fmt: skip
-    return fitted, bounds
-
-
-@functools.cache
-def _bound_fit() -> Bound:
-    return Bound(fit_kernel, BLOCK=FIT_BLOCK, num_warps=4)
 
 
 @functools.cache
@@ -167,26 +147,3 @@ def plan_kernel(
     for dead in range(total + program * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
         row = dead + tl.arange(0, BLOCK)
         tl.store(ints + row, -1, mask=row < num_rows)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_bounds", "rows", "longest", "least"])
-def fit_kernel(
-    destination,
-    cu_seqlens,
-    extent,
-    fitted,
-    bounds,
-    num_rows,
-    num_bounds,
-    rows,
-    longest,
-    least,
-    BLOCK: tl.constexpr,
-):
-    """Write `fitted` [T] and `bounds` [B + 1]."""
-    exceeds = (tl.load(extent) > rows) | (tl.load(extent + 1) > longest)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(destination + row, mask=row < num_rows, other=-1)
-    tl.store(fitted + row, tl.where(exceeds & (place >= least), -1, place), mask=row < num_rows)
-    bound = tl.load(cu_seqlens + row, mask=row < num_bounds, other=0)
-    tl.store(bounds + row, tl.where(exceeds, row * least, bound), mask=row < num_bounds)

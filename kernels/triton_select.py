@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prunevit.kernels.launch import Bound
-from prunevit.kernels.parts import rooms
+from prunevit.kernels.parts import pitches
 from prunevit.kernels.select_reference import FLAG_MULTIPLE, INT_MULTIPLE, Planes, flag_lengths, int_lengths
 
 RANK_BLOCK = 128
@@ -39,9 +39,9 @@ def triton_select(
     num_heads, row_stride, head_stride = 1, score.stride(0), 0
     if score.dim() == 2:
         num_heads, head_stride = score.shape[1], score.stride(1)
-    int_rooms = rooms(int_lengths(num_rows, batch_size), INT_MULTIPLE)
-    ints = score.new_empty(sum(int_rooms), dtype=torch.int32)
-    flags = score.new_empty(sum(rooms(flag_lengths(num_rows), FLAG_MULTIPLE)), dtype=torch.bool)
+    int_pitches = pitches(int_lengths(num_rows, batch_size), INT_MULTIPLE)
+    ints = score.new_empty(sum(int_pitches), dtype=torch.int32)
+    flags = score.new_empty(sum(pitches(flag_lengths(num_rows), FLAG_MULTIPLE)), dtype=torch.bool)
     merge_into = score.new_empty(num_rows, dtype=torch.int64)
     merge_weight = score.new_empty(num_rows, dtype=torch.float32)
     each_stride = 0 if each is None else each.stride(0)
@@ -54,7 +54,7 @@ def triton_select(
         most, head_stride,
     )  # fmt: skip
     if batch_size > 1 and not (kind == "count" and cu_seqlens is None and each is None and eligible is None):
-        _bound_bounds()(2, ints, sum(int_rooms[:2]), batch_size)
+        _bound_bounds()(2, ints, sum(int_pitches[:2]), batch_size)
     return ints, flags, merge_into, merge_weight
 
 

@@ -2,7 +2,8 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,13 @@ def _of_file(path: str, config: CompareConfig) -> list[RowSpec]:
     rows = [_from_file(number, row, config, problems) for number, row in enumerate(listed, 1)]
     if problems:
         raise InputError(*problems)
-    return [row for row in rows if row is not None]
+    return _apart_by_seed([row for row in rows if row is not None])
+
+
+def _apart_by_seed(rows: Sequence[RowSpec]) -> list[RowSpec]:
+    """The seed behind each name that rows of several seeds share, as `seeds` puts it there."""
+    seeds = Counter(name for name, _ in {(row.name, row.seed) for row in rows})
+    return [replace(row, name=f"{row.name} seed={row.seed}") if seeds[row.name] > 1 else row for row in rows]
 
 
 def _from_file(number: int, row: Any, config: CompareConfig, problems: list[str]) -> RowSpec | None:

@@ -281,6 +281,7 @@ def test_wrong_words_are_one_line(
     [
         (["policy: evit, weights: gone.safetensors"], "row 1 of rows.yaml: weights must be a file, got gone"),
         (["policy: evit", "policy: evit"], "rows: evit keep_rate=0.7 stands for 2 rows; give each a name"),
+        (["policy: random, seed: 1", "policy: random, seed: 1"], "random keep_rate=0.7 stands for 2 rows"),
         (["policy: evit, name: dense"], "rows: a row may not be called 'dense'"),
         (["policy: evit, sed: 1"], "row 1 of rows.yaml has an unknown key sed; the nearest is seed"),
         (["policy: evit, seed: -1"], "row 1 of rows.yaml: seed must be a whole number from 0"),
@@ -308,6 +309,18 @@ def test_a_wrong_file_of_rows_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_differ_by_the_seed_only_need_no_names(tmp_path: Path) -> None:
+    path = tmp_path / "rows.yaml"
+    path.write_text("rows:\n- {policy: random}\n- {policy: random, seed: 1}\n- {policy: evit, seed: 1}\n")
+    config = compose("compare", CompareConfig, [f"rows={path}"])
+    named = [(row.name, row.seed) for row in plan_rows(config)]
+    assert named == [
+        ("random keep_rate=0.7 seed=0", 0),
+        ("random keep_rate=0.7 seed=1", 1),
+        ("evit keep_rate=0.7", 1),
+    ]
 
 
 def test_a_file_of_something_else_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
