@@ -15,6 +15,7 @@ class ShortTile(NamedTuple):
         num_warps: Warps of a program.
         num_stages: Heads in flight; 1 where each program takes one head only.
         resident: Programs that a multiprocessor holds; 0 where each program takes one head only.
+        registers: Bound on a thread's registers, for more programs on a multiprocessor; 0: none.
     """
 
     block_m: int
@@ -22,6 +23,7 @@ class ShortTile(NamedTuple):
     num_warps: int
     num_stages: int = 1
     resident: int = 0
+    registers: int = 0
 
 
 class LongTile(NamedTuple):
@@ -33,6 +35,7 @@ class LongTile(NamedTuple):
         num_warps: Warps of a program.
         num_stages: Tiles of keys in flight.
         trims: Whether full tiles of keys go unmasked, and the rest takes the smallest tile that holds it. More code.
+        registers: As in `ShortTile`.
     """
 
     block_m: int
@@ -40,6 +43,7 @@ class LongTile(NamedTuple):
     num_warps: int
     num_stages: int
     trims: bool = True
+    registers: int = 0
 
 
 Tile = ShortTile | LongTile
@@ -63,13 +67,28 @@ _SHORT_REPORTING = (
     (80, ShortTile(128, (64, 16), 4)),
     (128, ShortTile(128, (128,), 8)),
 )
+# ... where each row reports what attention it receives: no probability goes before the last one is there. Pieces that
+# differ are out: 64 keys and 32 gave wrong results on an H200 (triton 3.6).
+_SHORT_RECEIVED = (
+    (16, ShortTile(16, (16,), 1)),
+    (32, ShortTile(32, (32,), 1)),
+    (64, ShortTile(64, (64,), 4)),
+    (128, ShortTile(128, (64, 64), 8, registers=128)),
+)
 _FEW_PREFIX_ROWS = 2  # that `short_kernel` can report
 _MANY_HEADS = 1024  # of all images together: enough to fill the GPU with large tiles, or several times over
 
 
 @functools.cache
 def choose_tile(
-    max_seqlen: int, head_dim: int, dtype: torch.dtype, infers: bool, prefix_rows: int, many_heads: bool
+    max_seqlen: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    infers: bool,
+    prefix_rows: int,
+    many_heads: bool,
+    return_received: bool = False,
+    weighted: bool = False,
 ) -> Tile:
     """Return the tile for images of at most `max_seqlen` rows.
 
@@ -77,9 +96,13 @@ def choose_tile(
         max_seqlen: Bound of an image's rows.
         head_dim: Head size.
         dtype: Of q, k and v. fp32 runs on plain cores, where small tiles are best.
-        infers: Whether neither `soft` nor `softmax_eps` nor the received attention is wanted.
+        infers: Whether there is neither `soft` nor `softmax_eps`, which only training has.
         prefix_rows: How many rows report whom they attend to.
         many_heads: See `has_many_heads`.
+        return_received: Whether each row reports what attention it receives.
+        weighted: Whether keys have weights. They take registers and come into shared memory too: without a bound and
+            with a stage more, tiles that just fit four times into a multiprocessor fit three times; for a second head
+            there is no room.
     """
     if dtype == torch.float32:
         return LongTile(32, 32, 8, 2 if head_dim <= 64 else 1, False)
@@ -89,8 +112,12 @@ def choose_tile(
         and max_seqlen <= (128 if head_dim <= 64 else 64)
         and head_dim <= 128
     ):
-        table = _SHORT_REPORTING if prefix_rows else _SHORT
+        table = _SHORT_RECEIVED if return_received else _SHORT_REPORTING if prefix_rows else _SHORT
         tile = next(tile for bound, tile in table if max_seqlen <= bound)
+        if prefix_rows:  # which take more
+            tile = tile._replace(registers=0)
+        if weighted and tile.pieces == (64,):
+            tile = tile._replace(num_stages=1, resident=0)
         return tile if many_heads else tile._replace(num_stages=1, resident=0)
     if head_dim > 128:
         return LongTile(64, 32, 8, 2, False)
@@ -99,7 +126,24 @@ def choose_tile(
     if not infers:
         return LongTile(64, 32, 4, 2, False)
     large = max_seqlen > 384 and many_heads and not prefix_rows
-    return LongTile(128, 64, 8, 3) if large else LongTile(64, 64, 4, 3)
+    if large:
+        return LongTile(128, 64, 8, 3)
+    return LongTile(64, 64, 4, 2, registers=128) if weighted else LongTile(64, 64, 4, 3)
+
+
+def choose_received_tile(head_dim: int, dtype: torch.dtype) -> LongTile:
+    """Return the tile of `received_kernel`, `block_m` queries at a time for `block_n` keys.
+
+    It keeps one sum for each key, so 64 of them take 72 of a thread's registers, and a multiprocessor holds six
+    programs.
+
+    Args:
+        head_dim: Head size.
+        dtype: Of q and k.
+    """
+    if dtype == torch.float32:
+        return LongTile(32, 32, 8, 2 if head_dim <= 64 else 1, False)
+    return LongTile(64, 64, 4, 2)
 
 
 class BackwardTiles(NamedTuple):

@@ -14,8 +14,9 @@ import triton
 from torch import Tensor
 
 from prunevit.kernels.launch import Bound, Start, is_direct, overlap
-from prunevit.kernels.tiles import ShortTile, Tile, has_many_heads
-from prunevit.kernels.triton_long import forward_kernel, received_kernel
+from prunevit.kernels.tiles import LongTile, ShortTile, Tile, choose_received_tile, has_many_heads
+from prunevit.kernels.triton_long import forward_kernel
+from prunevit.kernels.triton_received import received_kernel
 from prunevit.kernels.triton_short import short_kernel
 from prunevit.kernels.tuning import find_tile
 
@@ -39,20 +40,22 @@ def triton_attention(
     prefix_rows: int,
     return_received: bool,
     tile: Tile | None = None,
+    received_tile: LongTile | None = None,
     saves: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Attend within each image; meaning and shapes as in `ragged_attention`, q packed if k and v are None.
 
-    `tile` is for the tuner: it replaces the one of the table. If it `saves`, the last result is what
-    `triton_backward` takes, fp32 [1 or 2, H, T] (see `forward_kernel`); else None.
+    `tile` and, for `received_kernel`, `received_tile` are for the tuner: they replace those of the table. If it
+    `saves`, the last result is what `triton_backward` takes, fp32 [1 or 2, H, T] (see `forward_kernel`).
 
     The probabilities are views of buffers in which the rows of a head lie together, as one program writes them.
 
-    Cost: one launch; `return_received` takes a second one, which computes the scores again.
+    Cost: one launch; `return_received` takes a second one, which computes the scores again, unless the tile is a
+        `ShortTile`.
     """
     prepared = prepare(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
-        return_received, tile, saves,
+        return_received, tile, received_tile, saves,
     )  # fmt: skip
     return prepared(q.shape[0], q, k, v, cu_seqlens, key_weight, soft)
 
@@ -81,7 +84,9 @@ class PreparedAttention:
         num_heads: int,
         head_dim: int,
         prefix_rows: int,
+        return_received: bool,
         planes: int,
+        stats: int,
         is_bare: bool,
         device: int,
     ) -> None:
@@ -93,12 +98,16 @@ class PreparedAttention:
             num_heads: Heads.
             head_dim: Head size.
             prefix_rows: How many rows of an image report whom they attend to.
+            return_received: Whether each row reports what attention it receives.
             planes: How many [H, T] are saved for the backward.
+            stats: How many [H, T] are written for `received_kernel`.
             is_bare: Whether the kernel takes no tensors but packed rows, bounds and `out`.
             device: Index of the device.
         """
-        self.plan, self.prefix_rows, self.planes, self.device = plan, prefix_rows, planes, device
+        self.plan, self.prefix_rows, self.device = plan, prefix_rows, device
+        self.planes, self.stats = planes, stats
         self.num_images, self.num_heads, self.head_dim = num_images, num_heads, head_dim
+        self.return_received = return_received
         self.out_stride = (num_heads * head_dim, head_dim, 1)
         self.segments = num_heads * (num_images + 1)  # of rows: the images and the dead rows
         self.is_short = plan.query_tiles == 0
@@ -106,7 +115,7 @@ class PreparedAttention:
         self.programs = self.segments * plan.query_tiles
         if self.is_short:
             self.programs = min(num_images * num_heads, plan.resident)
-        self.absent = (None,) * (5 if self.is_short else 7) if is_bare else None
+        self.absent = (None,) * (6 if self.is_short else 7) if is_bare else None
         self.start: Start | None = None
 
     def __call__(
@@ -123,14 +132,14 @@ class PreparedAttention:
         out = q.new_empty_strided((num_rows, self.num_heads, self.head_dim), self.out_stride)
         address, address_cu, address_out = q.data_ptr(), cu_seqlens.data_ptr(), out.data_ptr()
         low_bits = address | address_cu | address_out
-        prefix = stats = saved = None
+        prefix = received = saved = row_stats = None
         others: tuple[Tensor | None, ...] | None = self.absent  # the tensors behind the integers
         addresses: Sequence[int | None] | None = self.absent
         if others is None or addresses is None:
-            prefix, stats, saved = self._allocate(q, num_rows)
-            others = (k, v, key_weight, prefix, soft, stats, saved)
+            prefix, received, saved, row_stats = self._allocate(q, num_rows)
+            others = (k, v, key_weight, prefix, soft, row_stats, saved)
             if self.is_short:
-                others = (k, v, key_weight, prefix, saved)
+                others = (k, v, key_weight, prefix, saved, received)
             addresses = []
             for x in others:
                 other = 0 if x is None else x.data_ptr()
@@ -144,26 +153,28 @@ class PreparedAttention:
             start = self.plan.forward(self.programs, q, cu_seqlens, out, num_rows, *self.sizes, *others)
             self.start = start if is_usual else self.start
         if self.plan.received is None:
-            return out, prefix, None, saved
-        received = _fp32(q, (num_rows, self.num_heads), (1, num_rows))
+            return out, prefix, received, saved
         sizes = (num_rows, self.num_images, self.plan.key_tiles)
         self.plan.received(
-            self.segments * sizes[2], q, cu_seqlens, stats, received, *sizes, k, key_weight, soft
+            self.segments * sizes[2], q, cu_seqlens, row_stats, received, *sizes, k, key_weight, soft
         )
         return out, prefix, received, saved
 
-    def _allocate(self, q: Tensor, num_rows: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the reported probabilities, what `received_kernel` reads, and what the backward takes."""
-        prefix = stats = saved = None
-        plane = (self.num_heads * num_rows, num_rows, 1)
+    def _allocate(self, q: Tensor, num_rows: int) -> tuple[Tensor | None, ...]:
+        """Return what prefix rows report, what each row receives, what is saved, and what `received_kernel` takes."""
+        prefix = received = None
         if self.prefix_rows:
             shape = (num_rows, self.prefix_rows, self.num_heads)
             prefix = _fp32(q, shape, (self.prefix_rows, 1, num_rows * self.prefix_rows))
-        if self.plan.received is not None:
-            stats = _fp32(q, (3, self.num_heads, num_rows), plane)
-        if self.planes:
-            saved = _fp32(q, (self.planes, self.num_heads, num_rows), plane)
-        return prefix, stats, saved
+        if self.return_received:
+            received = _fp32(q, (num_rows, self.num_heads), (1, num_rows))
+        return prefix, received, self._planes(q, self.planes, num_rows), self._planes(q, self.stats, num_rows)
+
+    def _planes(self, q: Tensor, count: int, num_rows: int) -> Tensor | None:
+        """Return room for so many [H, T], if any."""
+        if not count:
+            return None
+        return _fp32(q, (count, self.num_heads, num_rows), (self.num_heads * num_rows, num_rows, 1))
 
 
 def _fp32(q: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -184,6 +195,7 @@ def prepare(
     prefix_rows: int,
     return_received: bool,
     tile: Tile | None = None,
+    received_tile: LongTile | None = None,
     saves: bool = False,
 ) -> PreparedAttention:
     """Decide all of a `triton_attention` that hangs neither on the number of rows nor on addresses and contents."""
@@ -191,7 +203,7 @@ def prepare(
     return _prepare(
         cu_seqlens.shape[0] - 1, max_seqlen, dtypes, q.stride(), None if k is None else k.stride(),
         None if v is None else v.stride(), q.shape[-2], q.shape[-1], softmax_scale, exempt_self, softmax_eps,
-        prefix_rows, return_received, q.get_device(), tile, saves,
+        prefix_rows, return_received, q.get_device(), tile, received_tile, saves,
     )  # fmt: skip
 
 
@@ -212,23 +224,30 @@ def _prepare(
     return_received: bool,
     device: int,
     tile: Tile | None,
+    received_tile: LongTile | None,
     saves: bool,
 ) -> PreparedAttention:
     dtype, has_key_weight, has_soft = dtypes[0], dtypes[1] is not None, dtypes[2] is not None
-    infers = not (has_soft or softmax_eps or return_received)
-    many_heads = has_many_heads(num_images, num_heads)
-    tile = tile or find_tile(max_seqlen, num_heads, head_dim, dtype, infers, prefix_rows, many_heads, device)
-    plan = _plan(
-        tile, max_seqlen, dtype, layout(q_stride, k_stride, v_stride), num_heads, head_dim, softmax_scale,
-        exempt_self and has_soft, softmax_eps, prefix_rows, return_received, device,
+    tile = tile or find_tile(
+        max_seqlen, num_heads, head_dim, dtype, not (has_soft or softmax_eps), prefix_rows,
+        has_many_heads(num_images, num_heads), device, return_received, has_key_weight,
     )  # fmt: skip
-    planes = 0 if not saves else 2 if softmax_eps else 1
+    plan = _plan(
+        tile, received_tile or choose_received_tile(head_dim, dtype), max_seqlen, dtype,
+        layout(q_stride, k_stride, v_stride), num_heads, head_dim, softmax_scale, exempt_self and has_soft,
+        softmax_eps, prefix_rows, return_received, device,
+    )  # fmt: skip
+    floors = 1 if softmax_eps else 0
+    planes, stats = (1 + floors if saves else 0), (2 + floors if plan.received else 0)
     is_bare = k_stride is None and not (has_key_weight or has_soft or prefix_rows or return_received or saves)
-    return PreparedAttention(plan, num_images, num_heads, head_dim, prefix_rows, planes, is_bare, device)
+    return PreparedAttention(
+        plan, num_images, num_heads, head_dim, prefix_rows, return_received, planes, stats, is_bare, device
+    )
 
 
 def _plan(
     tile: Tile,
+    received_tile: LongTile,
     max_seqlen: int,
     dtype: torch.dtype,
     strides: dict[str, int],
@@ -260,7 +279,7 @@ def _plan(
         starts = [sum(tile.pieces[:i]) for i in range(len(tile.pieces))]
         constants |= {"PIECES": tuple(zip(starts, tile.pieces)), "STAGES": tile.num_stages}
         resident = tile.resident * _multiprocessors(device) if tile.resident else 2**31 - 1
-        return _Plan(bind(short_kernel, **constants), resident)
+        return _Plan(bind(short_kernel, **constants, **_cap(tile)), resident)
     most_keys = 64 if dtype == torch.float32 or head_dim > 128 else 256 if head_dim <= 64 else 128
     one_pass = max_seqlen <= most_keys
     block_k = max(triton.next_power_of_2(max_seqlen), 64) if one_pass else max(most_keys // 2, 64)
@@ -276,18 +295,32 @@ def _plan(
         "TRIM": tile.trims,
         "num_stages": tile.num_stages,
     }
+    forward, received = bind(forward_kernel, **constants, **_cap(tile)), None
+    if return_received:
+        constants |= {
+            "BLOCK_M": received_tile.block_m,
+            "BLOCK_N": received_tile.block_n,
+            "TRIM": received_tile.trims,
+            "num_warps": received_tile.num_warps,
+            "num_stages": received_tile.num_stages,
+        }
+        received = bind(received_kernel, **constants, **_cap(received_tile))
     return _Plan(
-        bind(forward_kernel, **constants),
+        forward,
         query_tiles=prefix_tiles + triton.cdiv(max_seqlen, tile.block_m),
-        received=bind(received_kernel, **constants) if return_received else None,
-        key_tiles=triton.cdiv(max_seqlen, tile.block_n),
+        received=received,
+        key_tiles=triton.cdiv(max_seqlen, received_tile.block_n),
     )
+
+
+def _cap(tile: Tile) -> dict[str, int]:
+    return {"maxnreg": tile.registers} if tile.registers and torch.version.hip is None else {}
 
 
 @functools.cache
 def bind(kernel: Any, **constants: Any) -> Bound:
     """Bind a kernel to those of the constants that it takes; the same `Bound` for each `max_seqlen` of a tile."""
-    taken = {*kernel.arg_names, "num_warps", "num_stages"}
+    taken = {*kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
     if "OVERLAP" in kernel.arg_names:
         taken.add("launch_pdl")
     return Bound(kernel, **{name: value for name, value in constants.items() if name in taken})

@@ -29,10 +29,12 @@ def forward_kernel(
     EXEMPT_SELF: tl.constexpr, EPS: tl.constexpr, PREFIX_ROWS: tl.constexpr, PREFIX_TILES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, ONE_PASS: tl.constexpr, TRIM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [T, H, D], and what is not None of `prefix` [H, T, P], `row_stats` [3, H, T] and `saved`.
+    """Write `out` [T, H, D], and what is not None of `prefix` [H, T, P], `row_stats` and `saved`.
 
-    `saved` [1 or 2, H, T] is what the backward takes: probability_ij = w_ij 2 ** (s_ij / log(2) - saved_0i) +
-    saved_1i; the log-sum-exp and, if EPS > 0, the floor.
+    `row_stats` [2 or 3, H, T] is what `received_kernel` takes: probability_ij =
+    w_ij 2 ** (s_ij / log(2) - stats_0i) stats_1i + stats_2i; the shift, the scale and, if EPS > 0, the floor.
+    `saved` [1 or 2, H, T] is what the backward takes, which has one number less to load and one rounding more:
+    probability_ij = w_ij 2 ** (s_ij / log(2) - saved_0i) + saved_1i; the log-sum-exp and, if EPS > 0, the floor.
     The first PREFIX_TILES tiles of a head only report whom its prefix rows attend to.
     PART > 0: k and v are None, and lie PART and 2 PART elements behind q.
     """
@@ -149,14 +151,15 @@ def _attend(
         row = first + tl.arange(0, BLOCK_M)
         shift = finite(shift, has_weights)
         scale, floor = _normaliser(shift, top, mass, length, EPS, has_weights)
+        if row_stats is not None:
+            tl.store(row_stats + row, shift, mask=row < length)
+            tl.store(row_stats + plane + row, scale, mask=row < length)
+            if EPS > 0:
+                tl.store(row_stats + 2 * plane + row, floor, mask=row < length)
         if saved is not None:
             tl.store(saved + row, shift - exact_log2(scale), mask=row < length)
             if EPS > 0:
                 tl.store(saved + plane + row, floor, mask=row < length)
-        if row_stats is not None:
-            tl.store(row_stats + row, shift, mask=row < length)
-            tl.store(row_stats + plane + row, scale, mask=row < length)
-            tl.store(row_stats + 2 * plane + row, floor, mask=row < length)
 
 
 @triton.jit
@@ -284,68 +287,3 @@ def _scores(
         product, own, weight, first, first_key, length, PRE, has_weights, EXEMPT_SELF, BLOCK_M, BLOCK_N, True
     )
     return score, weights, product, own
-
-
-@triton.jit(do_not_specialize=["num_rows", "batch_size", "num_tiles"])
-def received_kernel(
-    q, cu_seqlens, row_stats, received, num_rows, batch_size, num_tiles, k, key_weight, soft,
-    PART: tl.constexpr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRE: tl.constexpr, POST: tl.constexpr, EXEMPT_SELF: tl.constexpr,
-):  # fmt: skip
-    """Write `received` [H, T], the mean over an image's queries of the probability on each key.
-
-    A program owns a tile of keys and sums over the queries in order, using what `forward_kernel` left in
-    `row_stats`.
-    """
-    tile, h, is_dead, start, length = locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
-    column = tl.cast(h, tl.int64) * num_rows + start
-    plane = tl.cast(num_rows, tl.int64) * H
-    first_key = tile * BLOCK_N
-    key = tl.arange(0, BLOCK_N)
-    if is_dead:
-        for dead in range(first_key, length, num_tiles * BLOCK_N):
-            pointer = received + column + dead + key
-            tl.store(pointer, tl.zeros([BLOCK_N], tl.float32), mask=dead + key < length)
-        return
-    if first_key >= length:
-        return
-
-    if PART > 0:
-        k = q + PART
-    q += start * Q_ROW + h * Q_HEAD
-    k_tile = load_tile(k + start * K_ROW + h * K_HEAD, first_key, length, K_ROW, D, BLOCK_N, BLOCK_D, True)
-    if key_weight is not None:
-        key_weight += start
-    if soft is not None:
-        soft += start
-    row = tl.arange(0, BLOCK_M)
-    has_weights: tl.constexpr = key_weight is not None or soft is not None
-    own, weight = load_weights(key_weight, soft, first_key, length, BLOCK_N)
-    mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, length, BLOCK_M):
-        q_tile = load_tile(q, first, length, Q_ROW, D, BLOCK_M, BLOCK_D, True)
-        product = dot_rows(q_tile, k_tile)
-        score, weights = mask_scores(
-            product,
-            own,
-            weight,
-            first,
-            first_key,
-            length,
-            PRE,
-            has_weights,
-            EXEMPT_SELF,
-            BLOCK_M,
-            BLOCK_N,
-            True,
-        )
-        stats = row_stats + column + first + row
-        alive = first + row < length
-        shift = tl.load(stats, mask=alive, other=0.0)
-        scale = tl.load(stats + plane, mask=alive, other=0.0)
-        floor = tl.load(stats + 2 * plane, mask=alive, other=0.0)
-        p = exponentiate(score, weights, shift, POST, has_weights)
-        mass += p * scale[:, None] + floor[:, None]
-    mean = tl.sum(mass, 0) / length
-    tl.store(received + column + first_key + key, mean, mask=first_key + key < length)

@@ -1,6 +1,7 @@
 """Ragged attention for short images: a program takes a whole head of an image, all keys at once.
 
-With STAGES > 1 it takes one head after the other, and what the next one needs comes into shared memory meanwhile.
+The probabilities of all keys are there when the normaliser is, so the attention received is a sum by the way. With
+STAGES > 1 a program takes one head after the other, and what the next one needs comes into shared memory meanwhile.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -24,16 +25,16 @@ from prunevit.kernels.triton_parts import (
 
 @triton.jit(do_not_specialize=["num_rows", "batch_size"])
 def short_kernel(
-    q, cu_seqlens, out, num_rows, batch_size, k, v, key_weight, prefix, saved,
+    q, cu_seqlens, out, num_rows, batch_size, k, v, key_weight, prefix, saved, received,
     PART: tl.constexpr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
     PREFIX_ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [T, H, D], and `prefix` [H, T, P] and `saved` [1, H, T] unless they are None.
+    """Write `out` [T, H, D], and `prefix` [H, T, P], `saved` [1, H, T] and `received` [H, T] unless they are None.
 
-    For images of at most BLOCK_M rows. `saved` as in `forward_kernel`.
-    PIECES are the tiles (first key, keys) that all keys of an image fit into. PART: see `forward_kernel`.
+    For images of at most BLOCK_M rows. PIECES are the tiles (first key, keys) that all keys of an image fit into.
+    `saved` and PART as in `forward_kernel`, `received` as in `received_kernel`.
     """
     begin(OVERLAP)
     if PART > 0:
@@ -41,26 +42,26 @@ def short_kernel(
         v = q + 2 * PART
     if STAGES == 1:
         _take_head(
-            tl.program_id(0), q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, Q_ROW, Q_HEAD, K_ROW,
-            K_HEAD, V_ROW, V_HEAD, H, D, BLOCK_D, BLOCK_M, PIECES, PRE, POST, PREFIX_ROWS,
+            tl.program_id(0), q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, received, Q_ROW,
+            Q_HEAD, K_ROW, K_HEAD, V_ROW, V_HEAD, H, D, BLOCK_D, BLOCK_M, PIECES, PRE, POST, PREFIX_ROWS,
         )  # fmt: skip
     else:
         for unit in tl.range(tl.program_id(0), batch_size * H, tl.num_programs(0), num_stages=STAGES):
             _take_head(
-                unit, q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, Q_ROW, Q_HEAD, K_ROW,
-                K_HEAD, V_ROW, V_HEAD, H, D, BLOCK_D, BLOCK_M, PIECES, PRE, POST, PREFIX_ROWS,
+                unit, q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, received, Q_ROW, Q_HEAD,
+                K_ROW, K_HEAD, V_ROW, V_HEAD, H, D, BLOCK_D, BLOCK_M, PIECES, PRE, POST, PREFIX_ROWS,
             )  # fmt: skip
     _zero_dead_rows(
-        out, prefix, saved, tl.load(cu_seqlens + batch_size), num_rows, H, D, BLOCK_M, BLOCK_D, PREFIX_ROWS
-    )
+        out, prefix, saved, received, tl.load(cu_seqlens + batch_size), num_rows, H, D, BLOCK_M, BLOCK_D, PREFIX_ROWS
+    )  # fmt: skip
 
 
 @triton.jit
 def _take_head(
-    unit, q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, PRE: tl.constexpr,
-    POST: tl.constexpr, PREFIX_ROWS: tl.constexpr,
+    unit, q, cu_seqlens, out, num_rows, k, v, key_weight, prefix, saved, received, Q_ROW: tl.constexpr,
+    Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr,
+    PRE: tl.constexpr, POST: tl.constexpr, PREFIX_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Attend with all queries of one head of one image."""
     image = unit // H
@@ -79,7 +80,7 @@ def _take_head(
         k_tiles += (load_tile(k, PIECES[i][0], length, K_ROW, D, PIECES[i][1], BLOCK_D, True),)
         v_tiles += (load_tile(v, PIECES[i][0], length, V_ROW, D, PIECES[i][1], BLOCK_D, True),)
 
-    acc, total, mass, shift = _attend(
+    acc, total, mass, shift, p = _attend(
         q_tile, k_tiles, v_tiles, key_weight, length, BLOCK_M, PIECES, PRE, POST
     )
     acc *= (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
@@ -89,6 +90,8 @@ def _take_head(
         row = tl.arange(0, BLOCK_M)
         log_sum = shift + exact_log2(tl.where(mass > 0.0, mass, 1.0))
         tl.store(saved + column + row, log_sum, mask=row < length)
+    if received is not None:
+        _report_received(received + column, p, mass, length, BLOCK_M, PIECES)
     if PREFIX_ROWS > 0:
         prefix += column * PREFIX_ROWS
         _report_prefix(
@@ -97,11 +100,29 @@ def _take_head(
 
 
 @triton.jit
+def _report_received(received, p, mass, length, BLOCK_M: tl.constexpr, PIECES: tl.constexpr):
+    """Store the mean [N] over the queries of the probabilities p / mass on each key.
+
+    A sum over threads takes many shuffles, a product with ones none. Two fp16 hold 22 bits of a probability.
+    """
+    is_live = tl.arange(0, BLOCK_M) < length
+    share = is_live.to(tl.float32) / tl.where(is_live & (mass > 0.0), mass * length, 1.0)
+    ones = tl.full([16, BLOCK_M], 1.0, tl.float16)
+    for i in tl.static_range(len(PIECES)):
+        key = PIECES[i][0] + tl.arange(0, PIECES[i][1])
+        part = p[i] * (share * 4096.0)[:, None]
+        high = part.to(tl.float16)
+        low = (part - high.to(tl.float32)).to(tl.float16)
+        mean = tl.max(tl.dot(ones, low, tl.dot(ones, high)), 0) * (1.0 / 4096)  # all rows are alike
+        tl.store(received + key, mean, mask=key < length)
+
+
+@triton.jit
 def _attend(
     q_tile, k_tiles, v_tiles, key_weight, length, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, PRE: tl.constexpr,
     POST: tl.constexpr,
 ):  # fmt: skip
-    """Return sum_j p_ij v_j [M, D]; sum_j p_ij [M], rounded and not; and what p counts against [M]."""
+    """Return sum_j p_ij v_j [M, D]; sum_j p_ij [M], rounded and not; what p counts against [M]; p by pieces."""
     has_weights: tl.constexpr = key_weight is not None
     scores = ()
     weights = ()
@@ -131,12 +152,14 @@ def _attend(
     acc = tl.zeros(q_tile.shape, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mass = total
+    all_p = ()
     for i in tl.static_range(len(PIECES)):
         p = exponentiate(scores[i], weights[i], shift, POST, has_weights)
         total += sum_as_used(p, dtype)
         mass += tl.sum(p, 1)  # left out by the compiler where nobody wants it
         acc = tl.dot(p.to(dtype), v_tiles[i], acc, input_precision="ieee")
-    return acc, total, mass, shift
+        all_p += (p,)
+    return acc, total, mass, shift, all_p
 
 
 @triton.jit
@@ -164,7 +187,8 @@ def _report_prefix(
             _, weight = load_weights(key_weight, None, PIECES[i][0], length, PIECES[i][1])
             masses += (tl.exp2(scores[i] * POST - shift) * weight,)
             total += tl.sum(masses[i], 0)
-        scale = tl.where((total > 0.0) & (row < length), 1.0 / total, 0.0)  # the image may lack the row
+        is_live = (total > 0.0) & (row < length)  # the image may lack the row
+        scale = is_live.to(tl.float32) / tl.where(is_live, total, 1.0)
         for i in tl.static_range(len(PIECES)):
             key = PIECES[i][0] + tl.arange(0, PIECES[i][1])
             tl.store(prefix + key * PREFIX_ROWS + row, masses[i] * scale, mask=key < length)
@@ -172,8 +196,8 @@ def _report_prefix(
 
 @triton.jit
 def _zero_dead_rows(
-    out, prefix, saved, stop, num_rows, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    PREFIX_ROWS: tl.constexpr,
+    out, prefix, saved, received, stop, num_rows, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, PREFIX_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Zero the rows behind the last image; each program takes its share."""
     zero = tl.zeros([BLOCK, BLOCK_D], tl.float32)
@@ -181,9 +205,11 @@ def _zero_dead_rows(
     for first in range(stop + tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
         for h in range(H):
             store_tile(out + h * D, zero, first, num_rows, H * D, D, BLOCK, BLOCK_D)
+            place = tl.cast(h, tl.int64) * num_rows + first + row
             if saved is not None:
-                pointer = saved + tl.cast(h, tl.int64) * num_rows + first + row
-                tl.store(pointer, tl.zeros([BLOCK], tl.float32), mask=first + row < num_rows)
+                tl.store(saved + place, tl.zeros([BLOCK], tl.float32), mask=first + row < num_rows)
+            if received is not None:
+                tl.store(received + place, tl.zeros([BLOCK], tl.float32), mask=first + row < num_rows)
             for p in tl.static_range(PREFIX_ROWS):
-                pointer = prefix + (tl.cast(h, tl.int64) * num_rows + first + row) * PREFIX_ROWS + p
+                pointer = prefix + place * PREFIX_ROWS + p
                 tl.store(pointer, tl.zeros([BLOCK], tl.float32), mask=first + row < num_rows)

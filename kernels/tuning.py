@@ -30,6 +30,8 @@ def find_tile(
     prefix_rows: int,
     many_heads: bool,
     device: int,
+    return_received: bool = False,
+    weighted: bool = False,
 ) -> Tile:
     """Return the table's tile on the GPU that it was found on, elsewhere the fastest of it and a few others.
 
@@ -45,12 +47,16 @@ def find_tile(
         prefix_rows: As in `choose_tile`.
         many_heads: As in `choose_tile`.
         device: Index of the CUDA device; negative: the interpreter.
+        return_received: As in `choose_tile`.
+        weighted: As in `choose_tile`.
 
     Cost:
         Off `MEASURED`, once for each kind of batch and GPU: some ten compilations and host synchronisations. The
         result is kept in `tiles.json` in the folder `PRUNEVIT_CACHE_DIR`, by default `~/.cache/prunevit`.
     """
-    table = choose_tile(max_seqlen, head_dim, dtype, infers, prefix_rows, many_heads)
+    table = choose_tile(
+        max_seqlen, head_dim, dtype, infers, prefix_rows, many_heads, return_received, weighted
+    )
     if device < 0 or not infers or dtype == torch.float32 or max_seqlen > _BOUNDS[-1]:
         return table
     if torch.cuda.get_device_capability(device) == MEASURED or torch.cuda.is_current_stream_capturing():
@@ -58,11 +64,14 @@ def find_tile(
     bound = next(each for each in _BOUNDS if max_seqlen <= each)
     images = max(1024 // num_heads, 1) if many_heads else 8
     kind = f"rows {bound}, heads {num_heads} x {head_dim}, {dtype}, prefix {prefix_rows}, images {images}"
+    kind += ", received" if return_received else ""
 
     def microseconds(tile: Tile) -> float | None:
-        return time_tile(tile, images, bound, num_heads, head_dim, dtype, prefix_rows, device)
+        return time_tile(
+            tile, images, bound, num_heads, head_dim, dtype, prefix_rows, device, return_received
+        )
 
-    first = choose_tile(bound, head_dim, dtype, infers, prefix_rows, many_heads)
+    first = choose_tile(bound, head_dim, dtype, infers, prefix_rows, many_heads, return_received)
     tiles = list(dict.fromkeys([first, *alternatives(bound, head_dim, prefix_rows)]))
     return remembered(f"{torch.cuda.get_device_name(device)}: {kind}", lambda: fastest(tiles, microseconds))
 
@@ -152,6 +161,9 @@ def time_tile(
     dtype: torch.dtype,
     prefix_rows: int,
     device: int,
+    return_received: bool = False,
+    received_tile: LongTile | None = None,
+    weighted: bool = False,
 ) -> float | None:
     """Return the median time of a call in microseconds, on synthetic images of equal length.
 
@@ -164,6 +176,9 @@ def time_tile(
         dtype: Of q, k and v.
         prefix_rows: Rows that report whom they attend to.
         device: Index of the CUDA device.
+        return_received: Whether each row reports what attention it receives.
+        received_tile: The tile of `received_kernel`, which runs where `tile` is a `LongTile`; None: the table's.
+        weighted: Whether keys have weights.
 
     Returns:
         The time, or None if the GPU lacks the registers or the memory for the tile.
@@ -175,22 +190,13 @@ def time_tile(
     qkv = torch.randn(images * length, 3, num_heads, head_dim, device=f"cuda:{device}", dtype=dtype)
     cu_seqlens = torch.arange(0, images * length + 1, length, device=qkv.device, dtype=torch.int32)
 
+    key_weight = torch.ones(len(qkv), device=qkv.device) if weighted else None
+
     def call() -> object:
         return triton_attention(
-            qkv,
-            None,
-            None,
-            cu_seqlens,
-            length,
-            head_dim**-0.5,
-            None,
-            None,
-            False,
-            0.0,
-            prefix_rows,
-            False,
-            tile,
-        )
+            qkv, None, None, cu_seqlens, length, head_dim**-0.5, key_weight, None, False, 0.0, prefix_rows,
+            return_received, tile, received_tile,
+        )  # fmt: skip
 
     with torch.cuda.device(device):
         try:

@@ -8,9 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from ragged_cases import HEAD_DIMS, OPTIONS, assert_within_budget, make_case, poison_empty
+from ragged_cases import (
+    HEAD_DIMS,
+    OPTIONS,
+    Case,
+    assert_within_budget,
+    loop_attention,
+    make_case,
+    poison_empty,
+)
+from torch import Tensor
 
 from prunevit.kernels.ragged_attention import ragged_attention
+from prunevit.kernels.tiles import LongTile
+from prunevit.kernels.triton_forward import triton_attention
 
 pytestmark = pytest.mark.interpret
 
@@ -52,8 +63,44 @@ def test_every_length(lengths: list[int], option: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("longest", range(16, 129, 16))
-def test_short_tiles(longest: int) -> None:
-    check([longest, 1, 0, longest - 9], 16, 2, torch.float16, {"key_weight": True, "prefix_rows": 3})
+@pytest.mark.parametrize("option", [{"prefix_rows": 3}, {"return_received": True, "prefix_rows": 2}], ids=str)
+def test_short_tiles(longest: int, option: dict[str, Any]) -> None:
+    check([longest, 1, 0, longest - 9], 16, 2, torch.float16, {"key_weight": True, **option})
+
+
+@pytest.mark.parametrize("tile", [LongTile(64, 64, 4, 2), LongTile(16, 32, 4, 2, trims=False)], ids=str)
+@pytest.mark.parametrize("option", [{}, {"key_weight": True}, OPTIONS["everything"]], ids=str)
+def test_tiles_of_received_attention(tile: LongTile, option: dict[str, Any]) -> None:
+    """Lengths whose last queries and keys take each size of a trimmed tile, and none."""
+    option = {**option, "return_received": True}
+    case = make_case([16, 150, 0, 105, 128, 72], 8, 1, torch.float16, dead_rows=40)
+    assert_within_budget(case, option, attend(case, option, received_tile=tile))
+
+
+@pytest.mark.parametrize("lengths", [[100, 7], [150, 7]], ids=["short", "long"])
+def test_received_attention_loses_nothing_that_half_precision_does_not(lengths: list[int]) -> None:
+    """Of scores that fp16 holds exactly the means are as those of fp32, small ones too."""
+    case = make_case(lengths, 16, 1, torch.float16)
+    case.qkv = case.qkv.round()
+    case.qkv[:, :2, :, 0] = torch.tensor([4.0, 0.0])[:, None].half()
+    case.qkv[5, 1, :, 0] = -8  # nobody attends to this key much
+    option = {"return_received": True}
+    received = ragged_attention(case.qkv, backend="triton", **case.arguments(option)).received_attention
+    assert received is not None
+    right = loop_attention(case, option, torch.float64)[1]
+    assert right.min() < right.max() / 100
+    # Half the smallest step of fp16, scaled, for each query of a short image.
+    floor = lengths[0] * 2**-25 / 4096
+    torch.testing.assert_close(received.double(), right, rtol=2e-6, atol=floor)
+
+
+def attend(case: Case, option: dict[str, Any], **tiles: Any) -> list[Tensor | None]:
+    """Call the kernels with tiles of one's own; what is saved for the backward is left out."""
+    given = {"key_weight": None, "soft": None, "exempt_self": False, "softmax_eps": 0.0, "prefix_rows": 0}
+    arguments = given | case.arguments(option)
+    scale = case.qkv.shape[-1] ** -0.5
+    *results, _ = triton_attention(case.qkv, None, None, softmax_scale=scale, **arguments, **tiles)
+    return results
 
 
 def test_plain_calls_of_one_and_many_heads_a_program() -> None:

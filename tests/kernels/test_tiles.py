@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from prunevit.experiments.benchmark.tune_attention import candidates, pieces_of
-from prunevit.kernels.tiles import LongTile, ShortTile, choose_backward_tiles, choose_tile, dense_is_faster
+from prunevit.kernels.tiles import (
+    LongTile,
+    ShortTile,
+    Tile,
+    choose_backward_tiles,
+    choose_received_tile,
+    choose_tile,
+    dense_is_faster,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -12,10 +20,15 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [1, 16, 48, 64, 72, 128, 200, 256])
 @pytest.mark.parametrize("infers", [False, True])
+@pytest.mark.parametrize("return_received", [False, True])
 @pytest.mark.parametrize("prefix_rows", [0, 1, 5])
-def test_every_length_has_a_tile(head_dim: int, dtype: torch.dtype, infers: bool, prefix_rows: int) -> None:
+def test_every_length_has_a_tile(
+    head_dim: int, dtype: torch.dtype, infers: bool, prefix_rows: int, return_received: bool
+) -> None:
     for max_seqlen in range(1, 1100):
-        tile = choose_tile(max_seqlen, head_dim, dtype, infers, prefix_rows, many_heads=max_seqlen % 2 == 0)
+        many_heads = max_seqlen % 2 == 0
+        given = (max_seqlen, head_dim, dtype, infers, prefix_rows, many_heads, return_received)
+        tile = choose_tile(*given, weighted=max_seqlen % 3 == 0)
         sizes = [tile.block_m]
         if isinstance(tile, ShortTile):
             assert infers
@@ -49,6 +62,32 @@ def test_short_images_take_whole_heads_and_long_ones_do_not() -> None:
         return type(choose_tile(max_seqlen, 64, torch.bfloat16, infers, 0, many_heads=False))
 
     assert [kind(50, True), kind(50, False), kind(197, True)] == [ShortTile, LongTile, LongTile]
+
+
+def test_received_attention_takes_the_tiles_of_inference() -> None:
+    def tile(max_seqlen: int, received: bool) -> Tile:
+        return choose_tile(max_seqlen, 64, torch.bfloat16, True, 0, True, received)
+
+    for max_seqlen in (1, 16, 50, 90, 128):
+        assert isinstance(tile(max_seqlen, True), ShortTile)
+    for max_seqlen in (129, 197, 577):
+        assert tile(max_seqlen, True) == tile(max_seqlen, False)
+
+
+def test_weights_leave_room_for_as_many_programs() -> None:
+    def tile(max_seqlen: int, weighted: bool) -> Tile:
+        return choose_tile(max_seqlen, 64, torch.bfloat16, True, 0, True, weighted=weighted)
+
+    assert (tile(197, False).num_stages, tile(197, True).num_stages) == (3, 2)
+    short = [tile(64, weighted) for weighted in (False, True)]
+    assert [each.resident for each in short if isinstance(each, ShortTile)] == [4, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [1, 64, 72, 128, 256])
+def test_the_tile_of_received_attention_can_be_trimmed(head_dim: int, dtype: torch.dtype) -> None:
+    tile = choose_received_tile(head_dim, dtype)
+    assert min(tile.block_m, tile.block_n) // (4 if tile.trims else 1) >= 16
 
 
 def test_dense_attention_is_left_to_torch_where_it_is_faster() -> None:

@@ -58,6 +58,7 @@ def covering_set() -> list[Any]:
             (torch.float16, "plain"),
             (torch.float16, "prefix_rows"),
             (torch.bfloat16, "key_weight"),
+            (torch.bfloat16, "received"),
         )
     ]
     return [pytest.param(*case, id="-".join(str(x).removeprefix("torch.") for x in case)) for case in cases]
@@ -76,6 +77,20 @@ def test_error_budget(
     poison_empty(monkeypatch)
     results = ragged_attention(case.qkv, backend="triton", **case.arguments(OPTIONS[name]))
     assert_within_budget(case, OPTIONS[name], results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("longest", [16, 32, 64, 96, 128, 197, 577])
+def test_weighted_keys_and_two_kinds_of_reports(
+    longest: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison_empty(monkeypatch)
+    case = make_case([longest, longest - 9, 1, 0, 5], 64, 3, dtype, dead_rows=77, device="cuda")
+    for prefix_rows in (0, 2):
+        option = {"key_weight": True, "prefix_rows": prefix_rows, "return_received": True}
+        assert_within_budget(
+            case, option, ragged_attention(case.qkv, backend="triton", **case.arguments(option))
+        )
 
 
 def test_without_dead_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,9 @@ def test_another_gpu_is_tuned_once_for_each_kind_of_batch(monkeypatch: pytest.Mo
     assert len(timed) == first
     find(70)
     assert len(timed) > first
+    first = len(timed)
+    find_tile(50, 6, 64, torch.bfloat16, True, 1, True, 0, return_received=True)
+    assert len(timed) > first
 
 
 def test_the_table_serves_where_it_was_found_and_where_nothing_can_be_timed(
