@@ -276,6 +276,8 @@ def _plan(
         "num_warps": tile.num_warps,
     }
     if isinstance(tile, ShortTile):
+        if return_received and len(set(tile.pieces)) > 1:  # triton 3.6 gets them wrong, see `tiles`
+            raise ValueError(f"ShortTile: received attention takes pieces of one size, got {tile.pieces}")
         starts = [sum(tile.pieces[:i]) for i in range(len(tile.pieces))]
         constants |= {"PIECES": tuple(zip(starts, tile.pieces)), "STAGES": tile.num_stages}
         resident = tile.resident * _multiprocessors(device) if tile.resident else 2**31 - 1

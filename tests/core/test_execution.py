@@ -149,8 +149,9 @@ def test_graphs_of_other_precisions_are_others(name: str, monkeypatch: pytest.Mo
                 expected = pruned(images)
                 got = fast(images)
                 assert got.dtype == expected.dtype
-                # A graph's room holds more rows than the eager walk: cuBLAS may then sum in another order.
-                bound = 0 if dtype else 1e-5 * expected.abs().max().item()
+                # A graph's room holds more rows than the eager walk: cuBLAS may then sum in another order, and a logit
+                # near 0 rounds as its summands do.
+                bound = 0 if dtype else 4e-6 * expected.abs().max().item()
                 torch.testing.assert_close(got, expected, rtol=0, atol=bound)
                 pruned.model.head.weight.mul_(1.1)
     assert len(fast._walks) == 3
@@ -215,6 +216,8 @@ def test_batches_without_room_cost_time_alone(name: str, mode: str, monkeypatch:
     monkeypatch.setattr("prunevit.foresight.LAUNCH_BOUND_ROWS", 0)
     pruned = prunevit.prune(small_vit().cuda().float(), DYNAMIC[name]())
     fast = accelerate(pruned, mode)
+    # Compiled code rounds otherwise than eager code, and a row on a policy's edge may then go another way.
+    right = pruned if mode == "graph" else accelerate(pruned, "compile")
     generator = torch.Generator("cuda").manual_seed(0)
     kept = []
     for number in range(12):
@@ -222,12 +225,9 @@ def test_batches_without_room_cost_time_alone(name: str, mode: str, monkeypatch:
         images[: 11 * (number % 4)] *= 0.01
         with torch.no_grad():
             pruned.model.head.bias.add_(1)
-            kept.append((fast(images), pruned(images)))
-    differs = torch.cat([(got - expected).abs().amax(1) for got, expected in kept])
-    # Compiled code rounds otherwise, so that now and then a row on a policy's edge goes: seldom, and to little effect.
-    flipped = differs[differs > 2e-4]
-    assert len(flipped) <= (0 if mode == "graph" else 0.01 * len(differs))
-    assert differs.max() < 0.1
+            kept.append((fast(images), right(images)))
+    for got, expected in kept:
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
     walk = next(iter(fast._walks.values()))
     assert walk is not None
     assert 1 <= len(fast._graphs) <= 1 + walk.misses

@@ -69,7 +69,9 @@ def test_received_attention_takes_the_tiles_of_inference() -> None:
         return choose_tile(max_seqlen, 64, torch.bfloat16, True, 0, True, received)
 
     for max_seqlen in (1, 16, 50, 90, 128):
-        assert isinstance(tile(max_seqlen, True), ShortTile)
+        short = tile(max_seqlen, True)
+        assert isinstance(short, ShortTile)
+        assert len(set(short.pieces)) == 1
     for max_seqlen in (129, 197, 577):
         assert tile(max_seqlen, True) == tile(max_seqlen, False)
 
