@@ -216,16 +216,16 @@ def test_batches_without_room_cost_time_alone(name: str, mode: str, monkeypatch:
     monkeypatch.setattr("prunevit.foresight.LAUNCH_BOUND_ROWS", 0)
     pruned = prunevit.prune(small_vit().cuda().float(), DYNAMIC[name]())
     fast = accelerate(pruned, mode)
-    # Compiled code rounds otherwise than eager code, and a row on a policy's edge may then go another way.
-    right = pruned if mode == "graph" else accelerate(pruned, "compile")
-    generator = torch.Generator("cuda").manual_seed(0)
+    # Modes round otherwise, and a row on a policy's edge then goes another way: of these images none does under noise
+    # of 1e-5, which moves no logit in fp64 by more than 1.1e-5.
+    generator = torch.Generator().manual_seed(0)
     kept = []
     for number in range(12):
-        images = torch.randn(33, 3, 96, 96, device="cuda", generator=generator)
+        images = torch.randn(33, 3, 96, 96, generator=generator).cuda()
         images[: 11 * (number % 4)] *= 0.01
         with torch.no_grad():
             pruned.model.head.bias.add_(1)
-            kept.append((fast(images), right(images)))
+            kept.append((fast(images), pruned(images)))
     for got, expected in kept:
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
     walk = next(iter(fast._walks.values()))
