@@ -55,7 +55,7 @@ class Plan:
         destination: New place in its image of each row that stays, int32 `[T]`; -1 for rows that leave.
         cu_seqlens: Boundaries of the images after packing, int32 `[B + 1]`.
         extent: All rows that stay, those of the longest image, those of the shortest, int32 `[3]`.
-        is_sound: Whether a verb that selects chose what stays: then nothing is left to check.
+        is_sound: Whether a verb that selects made the plan: then nothing is left to check.
         plain: Where the mask's folds are those of such a verb, rows that stay and take up no other, bool `[T]`; else
             None.
     """
@@ -173,9 +173,19 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
         None if a verb that selects has found out; else two launches on a GPU, elsewhere a running sum over `T` rows
         and, with `mask.order`, two stable sorts.
     """
-    selected = None if mask.soft is not None else _selected(mask)
-    if selected is not None and mask.order is None:
-        return selected
+    if mask.selection is not None and mask.order is None and mask.soft is None:
+        _, chosen, known = mask.selection
+        claimed = mask.rows_per_image
+        if mask.keep is chosen.keep and claimed in (None, known):
+            return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound=True)
+        fused = None if known is None else known + 1
+        if (
+            mask.keep is chosen.keep_fused
+            and mask.merge_into is chosen.merge_into
+            and claimed in (None, fused)
+        ):
+            plain = chosen.keep if mask.merge_weight is chosen.merge_weight else None
+            return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, True, plain)
     places = find_places(
         tokens.source,
         mask.keep if mask.soft is None else None,
@@ -184,22 +194,7 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
         cu_seqlens=tokens.cu_seqlens,
         max_seqlen=tokens.max_seqlen,
     )
-    return Plan(*places, is_sound=selected is not None)
-
-
-def _selected(mask: KeepMask) -> Plan | None:
-    """Return what a verb that selects has found out, where the mask still keeps and folds what it selected."""
-    if mask.selection is None:
-        return None
-    _, chosen, known = mask.selection
-    claimed = mask.rows_per_image
-    if mask.keep is chosen.keep and claimed in (None, known):
-        return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound=True)
-    fused = None if known is None else known + 1
-    if mask.keep is chosen.keep_fused and mask.merge_into is chosen.merge_into and claimed in (None, fused):
-        plain = chosen.keep if mask.merge_weight is chosen.merge_weight else None
-        return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, True, plain)
-    return None
+    return Plan(*places)
 
 
 def gather(
