@@ -112,9 +112,9 @@ def gather_reference(
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         size = torch.ones_like(wide[:, 0]) if size is None else size
         weighted = wide if merge_weight is None else wide * merge_weight.to(wide.dtype)[:, None]
-        x, size = _fold(weighted, merge_into).to(x.dtype), _fold(size, merge_into)
+        x, size = fold(weighted, merge_into).to(x.dtype), fold(size, merge_into)
         if key_weight is not None and folds_key_weight:
-            key_weight = _fold(key_weight, merge_into)
+            key_weight = fold(key_weight, merge_into)
     here = torch.arange(len(destination), device=x.device)
     rows = here.new_zeros(capacity + 1)
     new = torch.where(destination >= 0, cu_new[image_id].long() + destination, capacity)
@@ -129,11 +129,13 @@ def gather_reference(
     return [moved(x), ids, *(moved(values) for values in (size, key_weight, soft) if values is not None)]
 
 
-def _fold(values: Tensor, into: Tensor) -> Tensor:
-    """Add each row to its heir, in row order; rows with heir -1 go nowhere."""
+def fold(values: Tensor, into: Tensor) -> Tensor:
+    """Add each row to its heir, in row order and at least fp32; rows with heir -1 go nowhere."""
     nowhere = values.shape[0]
-    target = torch.where(into >= 0, into, nowhere)
-    return values.new_zeros(nowhere + 1, *values.shape[1:]).index_add(0, target, values)[:nowhere]
+    target = torch.where(into >= 0, into.long(), nowhere)
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    total = wide.new_zeros(nowhere + 1, *values.shape[1:]).index_add(0, target, wide)[:nowhere]
+    return total.to(values.dtype)
 
 
 def choose_gather(

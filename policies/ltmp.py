@@ -103,13 +103,13 @@ class LTMP(PruningPolicy):
         assert attention is not None
         stage = self.layers.index(layer)
         a, b = split_by_turns(tokens.source, tokens.image_id, tokens.cu_seqlens)
-        k, soft = attention.k, tokens.soft
-        if soft is not None:  # what is masked is like nothing, and joins nobody
-            present = tokens.is_patch & (soft > 0.5)
-            k = k * present[:, None, None]
-        partner, similarity = nearest(tokens, k, queries=a, keys=b, cosine=True)
-        if soft is not None:
-            similarity = similarity.masked_fill(~present, -torch.inf)
+        soft = tokens.soft
+        if soft is None:
+            queries, keys = a, b
+        else:  # what is masked joins nobody, and nobody joins it
+            present = soft > 0.5
+            queries, keys = a & present, b & present
+        partner, similarity = nearest(tokens, attention.k, queries=queries, keys=keys, cosine=True)
         keep, received = join(
             similarity,
             partner,

@@ -16,6 +16,7 @@ from torch import Tensor
 from prunevit.checks import require
 from prunevit.keepmask import KeepMask
 from prunevit.kernels.fit import fit
+from prunevit.kernels.gather import fold
 from prunevit.kernels.gather import gather as gather_rows
 from prunevit.kernels.plan import plan as find_places
 from prunevit.tokens import RaggedTokens
@@ -250,20 +251,13 @@ def _folded_in_place(tokens: RaggedTokens, mask: KeepMask) -> tuple[Tensor, Tens
     x = tokens.x.to(torch.promote_types(tokens.x.dtype, torch.float32))
     if mask.merge_weight is not None:
         x = x * mask.merge_weight.to(x.dtype)[:, None]
-    x = torch.where(stays[:, None], tokens.x, _fold(x, mask.merge_into).to(tokens.x.dtype))
-    size = _fold(tokens.sizes if mask.size is None else mask.size, mask.merge_into)
+    x = torch.where(stays[:, None], tokens.x, fold(x, mask.merge_into).to(tokens.x.dtype))
+    size = fold(tokens.sizes if mask.size is None else mask.size, mask.merge_into)
     size = torch.where(stays, tokens.sizes, size)
     if mask.key_weight is not None:
         before = torch.ones_like(mask.key_weight) if key_weight is None else key_weight
-        key_weight = torch.where(stays, before, _fold(mask.key_weight, mask.merge_into))
+        key_weight = torch.where(stays, before, fold(mask.key_weight, mask.merge_into))
     return x, size, key_weight
-
-
-def _fold(values: Tensor, into: Tensor) -> Tensor:
-    """Add each row to its heir; rows with heir -1 go nowhere."""
-    nowhere = values.shape[0]
-    target = torch.where(into >= 0, into, nowhere)
-    return values.new_zeros(nowhere + 1, *values.shape[1:]).index_add(0, target, values)[:nowhere]
 
 
 def _check_counts(tokens: RaggedTokens, mask: KeepMask, layout: Plan, capacity: int | None) -> None:
@@ -292,7 +286,7 @@ def _check_folds(tokens: RaggedTokens, layout: Plan, into: Tensor) -> None:
     """Hold folds against what they must be; on a CPU alone, since a GPU would pay with launches at each stage."""
     rows = torch.arange(into.shape[0])
     inside = (into >= -1) & (into < into.shape[0])
-    image = tokens.image_id[into.clamp(0, into.shape[0] - 1)]
+    image = tokens.image_id[into.long().clamp(0, into.shape[0] - 1)]
     require(
         (inside & ((into < 0) | (image == tokens.image_id))).all(),
         "pack: merge_into must be -1 or a row of the same image; mend the mask",

@@ -90,9 +90,14 @@ def _of_file(path: str, config: CompareConfig) -> list[RowSpec]:
 
 
 def _apart_by_seed(rows: Sequence[RowSpec]) -> list[RowSpec]:
-    """The seed behind each name that rows of several seeds share, as `seeds` puts it there."""
-    seeds = Counter(name for name, _ in {(row.name, row.seed) for row in rows})
-    return [replace(row, name=f"{row.name} seed={row.seed}") if seeds[row.name] > 1 else row for row in rows]
+    """The seed behind the name of rows that differ in nothing else, as `seeds` puts it there."""
+
+    def has_sisters(row: RowSpec) -> bool:
+        named = [each for each in rows if each.name == row.name]
+        seeds = {each.seed for each in named}
+        return len(seeds) > 1 and all(replace(each, seed=row.seed) == row for each in named)
+
+    return [replace(row, name=f"{row.name} seed={row.seed}") if has_sisters(row) else row for row in rows]
 
 
 def _from_file(number: int, row: Any, config: CompareConfig, problems: list[str]) -> RowSpec | None:

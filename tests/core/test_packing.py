@@ -143,6 +143,21 @@ def test_soft_mask_moves_nothing_but_folds_into_heirs() -> None:
     assert packed.key_weight.tolist() == [1.0, 1.0, 1.0, 2.0, 1.0]
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_sums_of_half_precision_are_wide_and_heirs_may_be_narrow(soft: bool) -> None:
+    rows = 4001
+    tokens = RaggedTokens.from_padded(torch.rand(1, rows, 2), num_prefix_tokens=1, grid=(1, rows - 1))
+    keep = torch.arange(rows) == 1
+    into = torch.ones(rows, dtype=torch.int16)
+    into[0] = 0
+    ones = torch.ones(rows, dtype=torch.float16)
+    mask = KeepMask(keep, merge_into=into, size=ones, key_weight=ones, soft=keep.float() if soft else None)
+    packed = pack(tokens, mask)
+    assert packed.size is not None
+    assert packed.key_weight is not None
+    assert packed.size[1] == packed.key_weight[1] == 4000
+
+
 def test_gradients_reach_kept_and_folded_rows_only() -> None:
     tokens = ragged([3])
     x = tokens.x.clone().requires_grad_()

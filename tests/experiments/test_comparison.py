@@ -282,6 +282,7 @@ def test_wrong_words_are_one_line(
         (["policy: evit, weights: gone.safetensors"], "row 1 of rows.yaml: weights must be a file, got gone"),
         (["policy: evit", "policy: evit"], "rows: evit keep_rate=0.7 stands for 2 rows; give each a name"),
         (["policy: random, seed: 1", "policy: random, seed: 1"], "random keep_rate=0.7 stands for 2 rows"),
+        (["policy: random, name: a, seed: 1", "policy: topk, name: a, seed: 2"], "a stands for 2 rows"),
         (["policy: evit, name: dense"], "rows: a row may not be called 'dense'"),
         (["policy: evit, sed: 1"], "row 1 of rows.yaml has an unknown key sed; the nearest is seed"),
         (["policy: evit, seed: -1"], "row 1 of rows.yaml: seed must be a whole number from 0"),

@@ -1,6 +1,6 @@
 """LTMP's training form against a dense re-statement: masks instead of removal, and the loss that aims at a cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests_support import small_vit
 from torch import Tensor
 
 import prunevit
+from prunevit import AttentionState, ModelInfo, RaggedTokens
 from prunevit.policies import LTMP
 
 
@@ -140,3 +141,20 @@ def test_training_masks_what_evaluation_removes_in_the_first_block() -> None:
     assert soft is not None
     assert torch.equal(soft.detach() > 0.5, removed)
     assert 0.2 < removed.double().mean() < 0.8
+
+
+def test_in_training_nobody_joins_a_masked_row() -> None:
+    """Where rows that are unlike each other join too, so that one without any likeness would be the nearest."""
+    tokens = RaggedTokens.from_padded(torch.rand(1, 9, 4), num_prefix_tokens=1, grid=(2, 4))
+    present = torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 1, 0])
+    keys = torch.tensor([0.0, 1, -1, 1, -1, 1, -1, 1, -1])[:, None, None].expand(
+        9, 1, 4
+    )  # no two alike in a pair
+    attention = AttentionState(keys, keys, keys, received_attention=torch.ones(9, 1))
+    policy = LTMP(-1.5, layers=(0,)).train()
+    policy.setup(ModelInfo(4, 1, 1, (2, 4), 1, True))
+    mask = policy(replace(tokens, soft=present), attention, 0)
+    assert mask.soft is not None
+    assert mask.merge_into is not None
+    assert mask.soft.tolist() == [1, 0, 1, 0, 0, 0, 0, 0, 0]
+    assert mask.merge_into[[1, 3, 5, 7]].tolist() == [2, 2, 2, 2]
