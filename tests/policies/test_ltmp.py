@@ -146,7 +146,7 @@ def test_training_masks_what_evaluation_removes_in_the_first_block() -> None:
 def test_in_training_nobody_joins_a_masked_row() -> None:
     """Where rows that are unlike each other join too, so that one without any likeness would be the nearest."""
     tokens = RaggedTokens.from_padded(torch.rand(1, 9, 4), num_prefix_tokens=1, grid=(2, 4))
-    present = torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 1, 0])
+    present = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 0, 1])
     keys = torch.tensor([0.0, 1, -1, 1, -1, 1, -1, 1, -1])[:, None, None].expand(
         9, 1, 4
     )  # no two alike in a pair
@@ -156,5 +156,5 @@ def test_in_training_nobody_joins_a_masked_row() -> None:
     mask = policy(replace(tokens, soft=present), attention, 0)
     assert mask.soft is not None
     assert mask.merge_into is not None
-    assert mask.soft.tolist() == [1, 0, 1, 0, 0, 0, 0, 0, 0]
-    assert mask.merge_into[[1, 3, 5, 7]].tolist() == [2, 2, 2, 2]
+    assert mask.soft.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert mask.merge_into[[2, 4, 6, 8]].tolist() == [1, 1, 1, 1]
