@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from prunevit.experiments.metrics import wilson
 JOURNAL = "finetuning.jsonl"
 NAME = "finetuning"
 Entry = dict[str, Any]
-COMMAND = "python -m prunevit.experiments.finetuning.study --photos PHOTOS --output docs/results"
+COMMAND = "python -m prunevit.experiments.finetuning.study --photos PHOTOS --output docs/results [max_epochs=N ...]"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,18 @@ def cell(entries: Sequence[Entry], policy: str, rate: float | None, tuned: bool)
     )
 
 
+def unpruned(entries: Sequence[Entry]) -> float:
+    """Accuracy of the unpruned model off the shelf, percent; a fine-tuned row's is that of its own weights.
+
+    Args:
+        entries: All.
+
+    Returns:
+        NaN without a row off the shelf.
+    """
+    return next((entry["row"]["dense_top1"] for entry in entries if not entry["tuned"]), math.nan)
+
+
 def won_back(shelf: float, tuned: float, unpruned: float) -> float:
     """Share of what pruning lost that fine-tuning wins back: `(tuned - shelf) / (unpruned - shelf)`.
 
@@ -119,13 +132,11 @@ def report(entries: Sequence[Entry]) -> str:
     Args:
         entries: All.
     """
-    first = entries[0]
-    dense, images = first["row"]["dense_top1"], first["row"]["images"]
-    where = first["environment"]
+    dense, images = unpruned(entries), entries[0]["row"]["images"]
     lines = [
         "# What fine-tuning wins back",
         "",
-        f"`{COMMAND}`, {', '.join(where['gpus']) or 'CPU'}, torch {where['torch']}.",
+        f"`{COMMAND}`, {'; '.join(_machines(entries))}.",
         "",
         f"The bundled ViT-S (197 tokens), pruned at blocks 3, 6 and 9, on {images} held-out photos of ten classes. "
         f"**Unpruned, off the shelf: {dense:.2f} %.** Accuracies are top-1 in percent: the mean over the seeds ± "
@@ -144,8 +155,14 @@ def report(entries: Sequence[Entry]) -> str:
             f"| {policy} | {'-' if rate is None else f'{rate:g}'} | {some['gmacs']:.2f} | {shelf} | {tuned} | "
             f"{'-' if math.isnan(back) else f'{back:.0%}'} |"
         )
-    lines += ["", f"![accuracy by keep rate]({NAME}.png)", "", "## Commands", "", "```"]
-    lines += [command for entry in entries for command in entry["commands"]]
+    lines += ["", f"![accuracy by keep rate]({NAME}.png)", "", "## Commands", ""]
+    lines += [f"Those of each row's first seed; the other seeds' are in `{NAME}.json`.", "", "```"]
+    lines += [
+        command
+        for place, tuned in product(_places(entries), (False, True))
+        for entry in cell(entries, *place, tuned).entries[:1]
+        for command in entry["commands"]
+    ]
     return "\n".join([*lines, "```", ""])
 
 
@@ -173,7 +190,7 @@ def plot(entries: Sequence[Entry]) -> Figure:
                 capsize=3,
                 label=policy if tuned else None,
             )
-    axes.axhline(entries[0]["row"]["dense_top1"], color="0.5", linewidth=1, label="unpruned")
+    axes.axhline(unpruned(entries), color="0.5", linewidth=1, label="unpruned")
     axes.set(
         xlabel="keep rate at blocks 3, 6, 9",
         ylabel="top-1, %",
@@ -183,6 +200,15 @@ def plot(entries: Sequence[Entry]) -> Figure:
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
+
+
+def _machines(entries: Sequence[Entry]) -> list[str]:
+    """Where the rows ran, with the commits they ran at; one text a machine and version of torch."""
+    commits: dict[str, dict[str, None]] = {}
+    for where in (entry["environment"] for entry in entries):
+        machine = f"{', '.join(where['gpus']) or 'CPU'}, torch {where['torch']}"
+        commits.setdefault(machine, {})[(where["commit"] or "unknown")[:7]] = None
+    return [f"{machine}, commit {', '.join(found)}" for machine, found in commits.items()]
 
 
 def _places(entries: Sequence[Entry]) -> list[tuple[str, float | None]]:
