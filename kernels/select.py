@@ -89,6 +89,7 @@ def select(
     prefix: int,
     cu_seqlens: Tensor | None = None,
     eligible: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Selection:
     """Select the patches of the highest score in each image, as many as a rule says.
 
@@ -105,6 +106,7 @@ def select(
         prefix: leading rows of each image, which always stay and are no patches.
         cu_seqlens: boundaries of the images, int32 [B + 1].
         eligible: patches that can be selected, bool [T]; default: all. Others leave, and are folded nowhere.
+        order: patches that go behind those that are not in it, bool [T]; default: all keep their order.
 
     Raises:
         ValueError: a shape or number cannot be.
@@ -131,7 +133,7 @@ def select(
     most = _MOST if rule.most is None else min(rule.most, _MOST)
     value = min(rule.value, _MOST) if rule.kind == "count" else rule.value
     ints, flags, merge_into, merge_weight = compute(
-        score.detach() if differentiable else score, cu_seqlens, eligible,
+        score.detach() if differentiable else score, cu_seqlens, eligible, order,
         None if rule.each is None else rule.each.detach(), batch_size, rows, prefix,
         rule.kind, float(value), min(rule.least, _MOST), most,
     )  # fmt: skip
@@ -180,6 +182,7 @@ def choose_select(
     score: Tensor,
     cu_seqlens: Tensor | None,
     eligible: Tensor | None,
+    order: Tensor | None,
     each: Tensor | None,
     batch_size: int,
     rows: int,
@@ -192,10 +195,10 @@ def choose_select(
     """Compute `select` by the kernel where it can, by the reference elsewhere."""
     settings = (batch_size, rows, prefix, kind, value, least, most)
     if not (takes_triton(score) and score.shape[0] and batch_size * rows):
-        return select_reference(score, cu_seqlens, eligible, each, *settings)
+        return select_reference(score, cu_seqlens, eligible, order, each, *settings)
     from prunevit.kernels.triton_select import triton_select
 
-    return triton_select(score, cu_seqlens, eligible, each, *settings)
+    return triton_select(score, cu_seqlens, eligible, order, each, *settings)
 
 
 def choose_rank(
@@ -219,6 +222,7 @@ def _(
     score: Tensor,
     cu_seqlens: Tensor | None,
     eligible: Tensor | None,
+    order: Tensor | None,
     each: Tensor | None,
     batch_size: int,
     *settings: object,

@@ -30,6 +30,7 @@ def select_reference(
     score: Tensor,
     cu_seqlens: Tensor | None,
     eligible: Tensor | None,
+    order: Tensor | None,
     each: Tensor | None,
     batch_size: int,
     rows: int,
@@ -76,10 +77,13 @@ def select_reference(
     def by_row(cells: Tensor, dead: int) -> Tensor:
         return F.pad(cells.flatten(), (0, 1), value=dead)[cell]
 
+    goes_behind = order[here] & ~is_prefix if order is not None and num_rows else torch.zeros_like(is_live)
     slots, bounds, extents, flags = [], [], [], []
     for keep in (is_prefix | (is_patch & ~loses), is_prefix | (is_patch & (ranks <= count))):
         kept = keep.sum(1)
-        slots.append(by_row(torch.where(keep, keep.cumsum(1) - 1, -1), -1))
+        ahead, behind = keep & ~goes_behind, keep & goes_behind
+        slot = torch.where(goes_behind, ahead.sum(1, keepdim=True) + behind.cumsum(1), ahead.cumsum(1)) - 1
+        slots.append(by_row(torch.where(keep, slot, -1), -1))
         flags.append(by_row(keep, False))
         bounds.append(F.pad(kept.cumsum(0), (1, 0)))
         ends = (kept.amax()[None], kept.amin()[None]) if batch_size else (kept.new_zeros(2),)

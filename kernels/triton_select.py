@@ -25,6 +25,7 @@ def triton_select(
     score: Tensor,
     cu_seqlens: Tensor | None,
     eligible: Tensor | None,
+    order: Tensor | None,
     each: Tensor | None,
     batch_size: int,
     rows: int,
@@ -50,8 +51,8 @@ def triton_select(
     (setting,) = _LONG.unpack(_DOUBLE.pack(value))
     start(
         batch_size, score, ints, flags, merge_into, merge_weight, cu_seqlens,
-        None if eligible is None else eligible.contiguous(), each, num_rows, batch_size, rows, prefix, setting, least,
-        most, head_stride,
+        None if eligible is None else eligible.contiguous(), None if order is None else order.contiguous(), each,
+        num_rows, batch_size, rows, prefix, setting, least, most, head_stride,
     )  # fmt: skip
     if batch_size > 1 and not (kind == "count" and cu_seqlens is None and each is None and eligible is None):
         _bound_bounds()(2, ints, sum(int_pitches[:2]), batch_size)
@@ -165,6 +166,13 @@ def _count(score, key, is_patch, is_live, column, present, length, prefix, setti
 
 
 @triton.jit
+def _place(keep, goes_behind):
+    """Count the rows that stay and come before each row that stays, where some go behind all others."""
+    ahead, behind = (keep & (goes_behind == 0)).to(tl.int32), (keep & goes_behind).to(tl.int32)
+    return tl.where(goes_behind, tl.sum(ahead, 0) + tl.cumsum(behind, 0), tl.cumsum(ahead, 0)) - 1
+
+
+@triton.jit
 def _store_rows(
     ints, flags, merge_into, merge_weight, int_pitch, flag_pitch, row, mask, slot, slot_fused, into, weight, keep,
     keep_fused,
@@ -196,7 +204,7 @@ def store_bounds(bounds, extent, image, batch_size, kept, IS_STATIC: tl.constexp
     do_not_specialize=["num_rows", "batch_size", "rows", "prefix", "value", "least", "most", "head_stride"]
 )
 def select_kernel(
-    score, ints, flags, merge_into, merge_weight, cu_seqlens, eligible, each, num_rows, batch_size, rows, prefix,
+    score, ints, flags, merge_into, merge_weight, cu_seqlens, eligible, order, each, num_rows, batch_size, rows, prefix,
     value, least, most, head_stride, ROW: tl.constexpr, H: tl.constexpr, EACH: tl.constexpr, KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -255,8 +263,15 @@ def select_kernel(
     loses = is_patch & (keep == 0)
     keep_fused = keep | is_heir
 
-    slot = tl.cumsum(keep.to(tl.int32), 0) - 1
-    slot_fused = slot + tl.where(column >= heir, has_heir, 0)
+    if order is None:
+        slot = tl.cumsum(keep.to(tl.int32), 0) - 1
+        slot_fused = slot + tl.where(column >= heir, has_heir, 0)
+    else:
+        goes_behind = (tl.load(order + row, mask=is_live, other=0) != 0) & (is_prefix == 0)
+        slot = _place(keep, goes_behind)
+        heir_goes_behind = tl.max((is_heir & goes_behind).to(tl.int32), 0)
+        follows = (column >= heir) & (goes_behind.to(tl.int32) == heir_goes_behind)
+        slot_fused = slot + tl.where(follows | (goes_behind.to(tl.int32) > heir_goes_behind), has_heir, 0)
     int_pitch, flag_pitch = (num_rows + 3) // 4 * 4, (num_rows + 15) // 16 * 16
     _store_rows(
         ints, flags, merge_into, merge_weight, int_pitch, flag_pitch, row, is_live, tl.where(keep, slot, -1),

@@ -41,7 +41,8 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
     rows_per_image = None if mask.rows_per_image is None else mask.rows_per_image + 1
     if mask.selection is not None:
         by, chosen, _ = mask.selection
-        if by is score and mask.keep is chosen.keep:
+        # A patch that could not be selected is folded too, of which the selection knows nothing.
+        if by is score and mask.keep is chosen.keep and chosen.eligible is None:
             return replace(
                 mask,
                 keep=chosen.keep_fused,

@@ -163,7 +163,7 @@ class ForeseenWalk:
         self.model, self.run, self.key, self.course = model, run, key, course
         self.whole, self.front, self.back = compiled(_whole), compiled(_front), compiled(_back)
         self.foresight = Foresight(course)
-        self.report = Report((len(course.needs), 2), next(model.parameters()).device)
+        self.report = Report((len(course.needs), 3), next(model.parameters()).device)
         self.misses = 0
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -179,9 +179,13 @@ class ForeseenWalk:
         rooms = self.foresight.rooms
         self.report.clear()
         logits = self.run((self.key, rooms), partial(self._forward, rooms), inputs)[0].clone()
-        needs = [Room(*need) for need in self.report.receive()]
-        if not all(room.holds(need) for room, need in zip(rooms, needs)):
-            # Behind the first stage that did not fit the needs are those of another batch.
+        extents = self.report.receive()
+        needs = [Room(rows, longest) for rows, longest, _ in extents]
+        shortest = min(shortest for *_, shortest in extents)
+        fits = all(room.holds(need) for room, need in zip(rooms, needs))
+        if not fits or shortest <= self.model.info.num_prefix_tokens:
+            # Behind the first stage that did not fit the needs are those of another batch. Where an image was left
+            # without a patch, this raises.
             logits, course = survey(self.model, *inputs)
             needs, self.misses = list(course.needs), self.misses + 1
         self.foresight.learn(needs)

@@ -318,7 +318,14 @@ def _select(
         prefix=tokens.num_prefix_tokens,
         cu_seqlens=None if tokens.uniform else tokens.cu_seqlens,
         eligible=None if within is None else within.keep,
+        order=within.order if within is not None and is_partition(within.order) else None,
     )
+    selection = (score, chosen, rows)
     if within is None:
-        return KeepMask(chosen.keep, rows_per_image=rows, selection=(score, chosen, rows))
-    return replace(within, keep=chosen.keep, rows_per_image=rows)
+        return KeepMask(chosen.keep, rows_per_image=rows, selection=selection)
+    return replace(within, keep=chosen.keep, rows_per_image=rows, selection=selection)
+
+
+def is_partition(order: Tensor | None) -> bool:
+    """Whether an order only says which patches go behind the others."""
+    return isinstance(order, Tensor) and order.dtype == torch.bool

@@ -31,6 +31,8 @@ _DTYPES = {
 }
 """What the fields of a mask may hold, in words and as dtypes."""
 
+_NO_PATCH = "pack: each image must keep at least one patch; select with the verbs, which keep the best one"
+
 
 class Room(NamedTuple):
     """Rows of a batch, and of one image, prefix included: what packing needs, or what there is room for.
@@ -56,7 +58,7 @@ class Plan:
         destination: New place in its image of each row that stays, int32 `[T]`; -1 for rows that leave.
         cu_seqlens: Boundaries of the images after packing, int32 `[B + 1]`.
         extent: All rows that stay, those of the longest image, those of the shortest, int32 `[3]`.
-        is_sound: Whether a verb that selects made the plan: then nothing is left to check.
+        is_sound: Whether a verb that selects among all patches made the plan: then nothing is left to check.
         plain: Where the mask's folds are those of such a verb, rows that stay and take up no other, bool `[T]`; else
             None.
     """
@@ -83,8 +85,8 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
 
     Raises:
         ValueError: If an image is left without a patch, if `mask.rows_per_image` is not what each image keeps, or if
-            `capacity` is too small. On a GPU, where the host does not know the counts and would have to wait for
-            them, the same checks stop the device with an assertion instead.
+            `capacity` is too small. On a GPU, where one of the latter two is given and the host would have to wait
+            for the counts, the same checks stop the device with an assertion instead.
 
     Cost:
         One copy of the rows that stay. No synchronisation if `mask.rows_per_image` or `capacity` is given; else
@@ -96,6 +98,7 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
     layout = plan(tokens, mask)
     if mask.soft is not None:
         return gather(tokens, mask, layout, tokens.x.shape[0], tokens.max_seqlen, tokens.uniform)
+    _check_folds(tokens, layout, mask)
     if mask.rows_per_image is not None:
         total, longest, uniform = mask.rows_per_image * tokens.batch_size, mask.rows_per_image, True
     elif capacity is not None:
@@ -104,7 +107,9 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
         total, longest, uniform = 0, tokens.max_seqlen, True
     else:
         total, longest, shortest = layout.extent.tolist()
-        uniform = longest == shortest
+        if shortest <= tokens.num_prefix_tokens:
+            raise ValueError(_NO_PATCH)
+        return gather(tokens, mask, layout, total, longest, longest == shortest)
     if capacity is not None and capacity < total:
         raise ValueError(f"pack: capacity must be at least the {total} rows kept, got {capacity}")
     _check_counts(tokens, mask, layout, capacity)
@@ -123,10 +128,11 @@ def pack_into(tokens: RaggedTokens, mask: KeepMask, room: Room) -> tuple[RaggedT
         room: Room for at least the prefix and a patch of each image; what the rows leave of it is dead.
 
     Returns:
-        The rows, and what they need, int32 `[2]`, in the order of `Room`: they fit if neither exceeds the room.
+        The rows, and what they need, int32 `[3]`: those of the batch, of its longest image and of its shortest. They
+        fit if the first two do not exceed the room; the mask was wrong if the third does not exceed the prefix.
 
     Raises:
-        ValueError: As `pack`, or if the room is too small for any batch.
+        ValueError: If the shapes of the mask are wrong, or the room is too small for any batch.
 
     Cost:
         One copy of the rows that stay; one launch more where the room is less than what `tokens` takes up. No
@@ -139,8 +145,8 @@ def pack_into(tokens: RaggedTokens, mask: KeepMask, room: Room) -> tuple[RaggedT
             f"pack_into: room must be for at least {least} rows of each of {tokens.batch_size} images, got {room}"
         )
     layout = plan(tokens, mask)
-    _check_counts(tokens, mask, layout, None)
-    need = layout.extent[:2]
+    _check_folds(tokens, layout, mask)
+    need = layout.extent
     # Compiled code must not depend on which rooms are whole: each such question is one more variant to compile.
     if torch.compiler.is_compiling() or not room.holds(Room(tokens.x.shape[0], tokens.max_seqlen)):
         fitted, bounds = fit(layout.destination, layout.cu_seqlens, layout.extent, *room, least)
@@ -174,11 +180,11 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
         None if a verb that selects has found out; else two launches on a GPU, elsewhere a running sum over `T` rows
         and, with `mask.order`, two stable sorts.
     """
-    if mask.selection is not None and mask.order is None and mask.soft is None:
+    if mask.selection is not None and mask.order is mask.selection[1].order and mask.soft is None:
         _, chosen, known = mask.selection
-        claimed = mask.rows_per_image
+        claimed, is_sound = mask.rows_per_image, chosen.eligible is None
         if mask.keep is chosen.keep and claimed in (None, known):
-            return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound=True)
+            return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound)
         fused = None if known is None else known + 1
         if (
             mask.keep is chosen.keep_fused
@@ -186,7 +192,7 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
             and claimed in (None, fused)
         ):
             plain = chosen.keep if mask.merge_weight is chosen.merge_weight else None
-            return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, True, plain)
+            return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, is_sound, plain)
     places = find_places(
         tokens.source,
         mask.keep if mask.soft is None else None,
@@ -264,8 +270,6 @@ def _check_counts(tokens: RaggedTokens, mask: KeepMask, layout: Plan, capacity: 
     """Hold a plan against what was promised, without waiting for a GPU."""
     if mask.rows_per_image is None and capacity is not None and capacity < tokens.x.shape[0]:
         require(layout.cu_seqlens[-1] <= capacity, f"pack: the rows kept must fit into capacity={capacity}")
-    if mask.merge_into is not None and mask.keep.device.type == "cpu":
-        _check_folds(tokens, layout, mask.merge_into)
     if layout.is_sound or tokens.batch_size == 0:
         return
     if mask.rows_per_image is not None:
@@ -276,14 +280,14 @@ def _check_counts(tokens: RaggedTokens, mask: KeepMask, layout: Plan, capacity: 
         )
         if mask.rows_per_image > tokens.num_prefix_tokens:
             return
-    require(
-        layout.extent[2] > tokens.num_prefix_tokens,
-        "pack: each image must keep at least one patch; select with the verbs, which keep the best one",
-    )
+    require(layout.extent[2] > tokens.num_prefix_tokens, _NO_PATCH)
 
 
-def _check_folds(tokens: RaggedTokens, layout: Plan, into: Tensor) -> None:
+def _check_folds(tokens: RaggedTokens, layout: Plan, mask: KeepMask) -> None:
     """Hold folds against what they must be; on a CPU alone, since a GPU would pay with launches at each stage."""
+    into = mask.merge_into
+    if into is None or into.device.type != "cpu":
+        return
     rows = torch.arange(into.shape[0])
     inside = (into >= -1) & (into < into.shape[0])
     image = tokens.image_id[into.long().clamp(0, into.shape[0] - 1)]

@@ -12,9 +12,11 @@ from torch._dynamo.testing import CompileCounter
 import prunevit
 from prunevit.execution import compiled
 from prunevit.foresight import MEMORY, Course, ForeseenWalk, Foresight, bucket, survey
+from prunevit.keepmask import KeepMask
 from prunevit.packing import Room
 from prunevit.policies import ATS, LTMP, EViT, RandomPruning, ThresholdL2, ToMe, TopK, TopP
 from prunevit.policy import PruningPolicy
+from prunevit.tokens import AttentionState, RaggedTokens
 
 
 class PlainRunner:
@@ -118,9 +120,31 @@ def test_the_needs_are_true_up_to_the_first_miss(no_launch_bound: None) -> None:
         walk.foresight.rooms = tuple(
             Room(10, 2) if stage == missed else Room(5 * 37, 37) for stage in range(len(needs))
         )
-        told = [Room(*need) for need in runner_output(walk, images)[1]]
+        told = [Room(*need[:2]) for need in runner_output(walk, images)[1]]
         assert tuple(told[: missed + 1]) == needs[: missed + 1]
         assert all(need == Room(10, 2) for need in told[missed + 1 :])
+
+
+class Careless(PruningPolicy):
+    """Keeps what is bright, though an image may have nothing of the kind."""
+
+    limit = 0.0
+
+    def forward(self, tokens: RaggedTokens, attention: AttentionState | None, layer: int) -> KeepMask:
+        return KeepMask(tokens.x.square().mean(1) > self.limit)
+
+
+@torch.no_grad()
+def test_an_image_without_a_patch_is_told_after_the_walk(no_launch_bound: None) -> None:
+    policy, images = Careless(1.0, (1,)), images_of(3, 1)
+    pruned = prunevit.prune(small_vit(), [policy])
+    logits, course = survey(pruned, images)
+    walk = ForeseenWalk(pruned, PlainRunner(), as_it_is, "key", course)
+    torch.testing.assert_close(walk(images), logits, rtol=0, atol=1e-11)
+    policy.limit = 1e9
+    for model in (walk, pruned):
+        with pytest.raises(ValueError, match="each image must keep at least one patch"):
+            model(images)
 
 
 @torch.no_grad()

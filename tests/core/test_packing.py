@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prunevit import KeepMask, RaggedTokens, fuse, pack, top_k, top_p
-from prunevit.packing import Room, pack_into
+from prunevit import KeepMask, RaggedTokens, fuse, merge, pack, threshold, top_k, top_p
+from prunevit.packing import Room, pack_into, plan
 
 PREFIX = 2
 
@@ -246,6 +246,53 @@ def test_a_count_changed_after_the_selection_is_not_trusted(fuses: bool, wrong: 
         pack(tokens, lie)
 
 
+@pytest.mark.parametrize("order", [None, "bool", "float"])
+def test_a_selection_within_a_mask_is_carried_out_as_any_mask(order: str | None) -> None:
+    tokens = ragged([7, 3, 5], dead=2)
+    score, rows = torch.rand(len(tokens.image_id)), torch.arange(len(tokens.image_id))
+    turns = {None: None, "bool": rows % 3 == 0, "float": torch.rand(len(rows))}[order]
+    first = merge(tokens, KeepMask(rows % 4 != 1), rows - 1, torch.ones_like(score))
+    mask = threshold(tokens, score, 0.4, within=replace(first, order=turns))
+    assert mask.order is turns
+    layout, bare = plan(tokens, mask), plan(tokens, replace(mask, selection=None))
+    assert not layout.is_sound
+    for name in ("destination", "cu_seqlens", "extent"):
+        assert torch.equal(getattr(layout, name), getattr(bare, name))
+    expected = pack(tokens, replace(mask, selection=None))
+    torch.testing.assert_close(pack(tokens, mask).x, expected.x, rtol=0, atol=0)
+    other = replace(mask, order=torch.rand(len(rows)))
+    assert torch.equal(
+        plan(tokens, other).destination, plan(tokens, replace(other, selection=None)).destination
+    )
+
+
+def test_a_selection_among_nothing_is_refused() -> None:
+    """A verb keeps a patch of each image, if the mask that it selects within has one."""
+    tokens = ragged([3, 2])
+    score = torch.rand(len(tokens.image_id))
+    first = KeepMask(tokens.image_id == 0, order=tokens.is_patch)
+    mask = threshold(tokens, score, 0.0, within=first)
+    with pytest.raises(ValueError, match="each image must keep at least one patch"):
+        pack(tokens, mask)
+    _, need = pack_into(tokens, mask, Room(len(score), tokens.max_seqlen))
+    assert need.tolist() == [PREFIX + 3 + PREFIX, PREFIX + 3, PREFIX]
+    uniform = RaggedTokens.from_padded(torch.randn(2, 6, 4), 1, (1, 5))
+    wrong = KeepMask(torch.arange(12) != 3, rows_per_image=6)  # of the first image one leaves
+    mask = top_k(uniform, torch.rand(12), 1.0, within=wrong)
+    with pytest.raises(ValueError, match="each image must keep the 6 rows"):
+        pack(uniform, mask)
+
+
+def test_what_could_not_be_selected_is_fused_too() -> None:
+    tokens = RaggedTokens.from_padded(torch.randn(2, 9, 4), 1, (2, 4))
+    score = torch.rand(18)
+    mask = top_k(tokens, score, count=2, within=KeepMask(torch.arange(18) % 9 < 5))
+    fused, bare = fuse(tokens, mask, score), fuse(tokens, replace(mask, selection=None), score)
+    for name in ("keep", "merge_into", "merge_weight"):
+        assert torch.equal(getattr(fused, name), getattr(bare, name))
+    assert (fused.merge_into >= 0).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_room_holds_what_fits_and_tells_what_does_not(data: st.DataObject) -> None:
@@ -265,7 +312,7 @@ def test_a_room_holds_what_fits_and_tells_what_does_not(data: st.DataObject) -> 
 
     expected = pack(tokens, mask)
     truth = Room(expected.x.shape[0], expected.max_seqlen)
-    assert need.tolist() == list(truth)
+    assert need.tolist() == [*truth, int(expected.seqlens.min())]
     assert (packed.x.shape[0], packed.max_seqlen, packed.uniform) == (*room, False)
     total = int(packed.cu_seqlens[-1])
     if not room.holds(truth):

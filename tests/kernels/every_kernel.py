@@ -131,8 +131,12 @@ def start_select(device: str) -> None:
         on_device = rule._replace(each=None if rule.each is None else rule.each.to(device))
         assert_selection(select_ragged(score, on_device, lengths, 2), score, rule, lengths, 2)
     eligible, rule = draw_scores("random", len(score)) < 0.3, RULES["mass"]
-    selection = select_ragged(score, rule, lengths, 1, bound=290, eligible=eligible.to(device))
-    assert_selection(selection, score, rule, lengths, 1, eligible)
+    for order in (None, ~eligible, eligible):
+        turns = None if order is None else order.to(device)
+        selection = select_ragged(
+            score, rule, lengths, 1, bound=290, eligible=eligible.to(device), order=turns
+        )
+        assert_selection(selection, score, rule, lengths, 1, eligible, order)
     for dtype in dtypes(device):
         emitted = draw_scores("random", 3, 2 * 150 + 3, 2).to(device, dtype)
         score, rule = emitted.permute(1, 2, 0)[:, 0], Rule("count", 20)

@@ -55,6 +55,17 @@ def test_rules_among_eligible_patches(name: str) -> None:
     assert_selection(selection, score, RULES[name], [13] * 4, 1, eligible)
 
 
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("name", ["count", "score", "least and most", "mass"])
+def test_patches_that_go_behind(name: str, kind: str) -> None:
+    lengths = [21, 0, 1, 30]
+    score = draw_scores(kind, sum(lengths) + 6)
+    order, eligible = draw_scores("random", 2, len(score)) < 0.2
+    for within in (None, eligible):
+        selection = select_ragged(score, RULES[name], lengths, 2, eligible=within, order=order)
+        assert_selection(selection, score, RULES[name], lengths, 2, within, order)
+
+
 @pytest.mark.parametrize(("batch_size", "name"), [(1, "mass"), (1, "the mean"), (3, "score"), (11, "mass")])
 def test_rules_on_uniform_batches(batch_size: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few_at_a_time = Bound(triton_select.bounds_kernel, BLOCK=4)

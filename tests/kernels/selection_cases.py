@@ -85,6 +85,7 @@ def assert_selection(
     lengths: list[int],
     prefix: int,
     eligible: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> None:
     """Compare all fields with a loop over the images, over the mean of several heads in order."""
     if score.dim() == 2:
@@ -109,6 +110,13 @@ def assert_selection(
         for row in ordered[count:]:
             merge_into[row], weight[row] = ordered[count], numbers[row]
             keep_fused[row] = row == ordered[count]
+
+    def goes_first(one: int, other: int) -> bool:
+        image = next(image for image in reversed(range(len(lengths))) if starts[image] <= one)
+        first = starts[image] + prefix  # patch
+        by = [(row >= first and order is not None and bool(order[row]), row) for row in (one, other)]
+        return by[0] < by[1]
+
     s = selection
     for mask, got, destination, bounds, extent in (
         (keep, s.keep, s.destination, s.cu_seqlens, s.extent),
@@ -116,7 +124,10 @@ def assert_selection(
     ):
         assert got.tolist() == mask
         image_of = [image for image, length in enumerate(lengths) for _ in range(length)]
-        places = [sum(mask[starts[image] : row]) for row, image in enumerate(image_of)]
+        places = [
+            sum(goes_first(other, row) for other in range(starts[image], starts[image + 1]) if mask[other])
+            for row, image in enumerate(image_of)
+        ]
         places += [-1] * (num_rows - len(image_of))
         assert destination.tolist() == [place if kept else -1 for place, kept in zip(places, mask)]
         assert bounds.tolist() == [sum(mask[:start]) for start in starts]
@@ -140,6 +151,7 @@ def select_ragged(
     prefix: int,
     bound: int | None = None,
     eligible: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Selection:
     """Call `select` on images of these lengths."""
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -151,6 +163,7 @@ def select_ragged(
         prefix=prefix,
         cu_seqlens=starts.to(score.device),
         eligible=eligible,
+        order=order,
     )
 
 

@@ -53,6 +53,10 @@ def test_rules_against_a_loop(lengths: list[int], name: str, kind: str) -> None:
     eligible = draw_scores("random", len(score)) < 0.5
     chosen = select_ragged(score, rule, lengths, 2, eligible=eligible)
     assert_selection(chosen, score, rule, lengths, 2, eligible)
+    order = draw_scores("random", len(score) + 1)[1:] < 0.2
+    for within in (None, eligible):
+        chosen = select_ragged(score, rule, lengths, 2, bound=50, eligible=within, order=order)
+        assert_selection(chosen, score, rule, lengths, 2, within, order)
 
 
 @settings(max_examples=150, deadline=None)
@@ -149,15 +153,16 @@ def test_what_cannot_be_is_refused(score: torch.Tensor, kind: str, prefix: int, 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_operations_are_well_formed(dtype: torch.dtype) -> None:
     score, most = torch.randn(23, 2).to(dtype), 2**31 - 1
-    torch.library.opcheck(door._select_op, (score, None, None, None, 2, 10, 1, "count", 4.0, 1, most))
+    torch.library.opcheck(door._select_op, (score, None, None, None, None, 2, 10, 1, "count", 4.0, 1, most))
     case = make_rank_case([5, 0, 7], "tied", dead_rows=3)
     starts = case.layout["cu_seqlens"]
     each = torch.tensor([1, 2, 3])
     torch.library.opcheck(
-        door._select_op, (case.score.to(dtype), starts, case.eligible, each, 3, 9, 1, "count", 0.0, 1, most)
+        door._select_op,
+        (case.score.to(dtype), starts, case.eligible, ~case.eligible, each, 3, 9, 1, "count", 0.0, 1, most),
     )
     torch.library.opcheck(
-        door._select_op, (case.score.to(dtype), starts, None, None, 3, 9, 1, "mass", 0.4, 1, 5)
+        door._select_op, (case.score.to(dtype), starts, None, None, None, 3, 9, 1, "mass", 0.4, 1, 5)
     )
     torch.library.opcheck(door._rank_op, (case.score.to(dtype), case.eligible, *case.layout.values()))
 
@@ -185,6 +190,7 @@ def test_compiled_without_a_break() -> None:
 @pytest.mark.parametrize(
     ("rows", "name"),
     [
+        (197, "ordered"),
         *((rows, "uniform") for rows in (50, 197, 577, 1025)),
         *(
             (197, name)
@@ -199,13 +205,18 @@ def test_select_kernel_compiles_for_hopper(
     from prunevit.kernels import triton_select
 
     score = torch.randn(6, 2 * rows, 2).permute(1, 2, 0)[:, 0]
-    rule = Rule("count", rows // 2) if name == "uniform" else for_images(RULES[name], 2)
+    order = torch.arange(len(score)) % 2 == 0 if name == "ordered" else None
+    rule = (
+        Rule("count", rows // 2)
+        if name == "uniform"
+        else for_images(RULES["score" if name == "ordered" else name], 2)
+    )
     bounds = None if name == "uniform" else torch.tensor([0, rows, 2 * rows]).int()
     kernels = compile_all_for_hopper(
         monkeypatch,
         triton_select,
         lambda: triton_select.triton_select(
-            score, bounds, None, rule.each, 2, rows, 1, rule.kind, rule.value, 1, 2**31 - 1
+            score, bounds, order, order, rule.each, 2, rows, 1, rule.kind, rule.value, 1, 2**31 - 1
         ),
         tmp_path,
     )
@@ -255,8 +266,12 @@ def test_rules_on_a_gpu(name: str, kind: str) -> None:
         score = draw_scores(kind, sum(lengths) + 11)
         for eligible in (None, draw_scores("random", len(score)) < 0.5):
             on_gpu = None if eligible is None else eligible.cuda()
-            chosen = select_ragged(score.cuda(), rule._replace(each=each), lengths, 1, eligible=on_gpu)
-            assert_selection(chosen, score, rule, lengths, 1, eligible)
+            for order in (None, draw_scores("tied", len(score)) < 0.2):
+                turns = None if order is None else order.cuda()
+                chosen = select_ragged(
+                    score.cuda(), rule._replace(each=each), lengths, 1, eligible=on_gpu, order=turns
+                )
+                assert_selection(chosen, score, rule, lengths, 1, eligible, order)
         if len(set(lengths)) == 1:
             size = len(lengths), lengths[0], 1
             chosen = select_uniform(score.cuda(), rule._replace(each=each), *size)
