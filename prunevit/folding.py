@@ -39,9 +39,12 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
     if mask.rows_per_image is not None and mask.rows_per_image == tokens.max_seqlen:
         return mask
     rows_per_image = None if mask.rows_per_image is None else mask.rows_per_image + 1
-    if mask.selection is not None:
-        by, chosen, _ = mask.selection
-        if by is score and mask.keep is chosen.keep:
+    selected = mask.selection
+    if selected is not None and selected.score is score and mask.keep is selected.chosen.keep:
+        chosen = selected.chosen
+        # Selected without a gradient, the weights have none, though the score may.
+        learns = torch.is_grad_enabled() and score.requires_grad
+        if selected.holds_for(tokens) and chosen.merge_weight.requires_grad >= learns:
             return replace(
                 mask,
                 keep=chosen.keep_fused,
@@ -55,7 +58,8 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
     rows = torch.arange(losers.shape[0], device=losers.device)
     heir_of_image = rows.new_full((tokens.batch_size + 1,), -1)
     heir_of_image.scatter_reduce_(0, tokens.image_id.long(), torch.where(heirs, rows, -1), "amax")
-    keep = mask.keep | heirs
+    prefix = tokens.live & ~tokens.is_patch  # stays whether the mask says so or not, as it is
+    keep = mask.keep | heirs | prefix
     return replace(
         mask,
         keep=keep,

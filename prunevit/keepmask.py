@@ -10,9 +10,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from prunevit.kernels.select import Rule, Selection, select
+from prunevit.kernels.select import Rule, select
 from prunevit.kernels.select import rank as rank_rows
 from prunevit.kernels.select_reference import mean_over_heads
+from prunevit.selection import Selected
 from prunevit.tokens import RaggedTokens
 
 
@@ -34,9 +35,9 @@ class KeepMask:
         soft: Training only: the whole new soft mask, `[T]`. With it no row leaves: rows may still be reordered, and
             heirs still take up what is folded into them.
         aux: Tensors for the policy's own losses.
-        selection: The score that the rows were selected by, all that selecting them found out, and the rows of each
-            image if the host knows them: `fuse` and `pack` need not find out again. It says nothing once `keep` is
-            another tensor than the selection's, or `rows_per_image` another number.
+        selection: What selecting the rows found out, so that `fuse` and `pack` need not find out again. It says nothing
+            once `keep` is another tensor than the selection's or was written to in place, `rows_per_image` is another
+            number, or the rows are those of another batch.
     """
 
     keep: Tensor
@@ -48,7 +49,7 @@ class KeepMask:
     order: Tensor | None = None
     soft: Tensor | None = None
     aux: Mapping[str, Tensor] = field(default_factory=dict)
-    selection: tuple[Tensor, Selection, int | None] | None = None
+    selection: Selected | None = None
 
 
 def check_score(tokens: RaggedTokens, score: Tensor) -> None:
@@ -320,5 +321,5 @@ def _select(
         eligible=None if within is None else within.keep,
     )
     if within is None:
-        return KeepMask(chosen.keep, rows_per_image=rows, selection=(score, chosen, rows))
+        return KeepMask(chosen.keep, rows_per_image=rows, selection=Selected.of(tokens, score, chosen, rows))
     return replace(within, keep=chosen.keep, rows_per_image=rows)

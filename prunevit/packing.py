@@ -174,19 +174,9 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
         None if a verb that selects has found out; else two launches on a GPU, elsewhere a running sum over `T` rows
         and, with `mask.order`, two stable sorts.
     """
-    if mask.selection is not None and mask.order is None and mask.soft is None:
-        _, chosen, known = mask.selection
-        claimed = mask.rows_per_image
-        if mask.keep is chosen.keep and claimed in (None, known):
-            return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound=True)
-        fused = None if known is None else known + 1
-        if (
-            mask.keep is chosen.keep_fused
-            and mask.merge_into is chosen.merge_into
-            and claimed in (None, fused)
-        ):
-            plain = chosen.keep if mask.merge_weight is chosen.merge_weight else None
-            return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, True, plain)
+    found = None if mask.order is not None or mask.soft is not None else _found_by_selecting(tokens, mask)
+    if found is not None:
+        return found
     places = find_places(
         tokens.source,
         mask.keep if mask.soft is None else None,
@@ -196,6 +186,21 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
         max_seqlen=tokens.max_seqlen,
     )
     return Plan(*places)
+
+
+def _found_by_selecting(tokens: RaggedTokens, mask: KeepMask) -> Plan | None:
+    """The plan that selecting has made, if it is that of this mask and these rows."""
+    selected = mask.selection
+    if selected is None or not selected.holds_for(tokens):
+        return None
+    chosen, claimed = selected.chosen, mask.rows_per_image
+    if mask.keep is chosen.keep and claimed in (None, selected.rows):
+        return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound=True)
+    fuses = mask.keep is chosen.keep_fused and mask.merge_into is chosen.merge_into
+    if fuses and claimed in (None, selected.fused_rows()):
+        plain = chosen.keep if mask.merge_weight is chosen.merge_weight else None
+        return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, True, plain)
+    return None
 
 
 def gather(
@@ -324,4 +329,9 @@ def _check_shapes(tokens: RaggedTokens, mask: KeepMask) -> None:
     if known is not None and not tokens.uniform:
         raise ValueError(
             "KeepMask: rows_per_image must be None for tokens that are not uniform; leave it out"
+        )
+    if known is not None and not 0 <= known <= tokens.max_seqlen:
+        raise ValueError(
+            f"KeepMask: rows_per_image must be in [0, {tokens.max_seqlen}], the rows of each image, got {known}; "
+            "mend the mask or leave it out"
         )

@@ -135,7 +135,7 @@ def check_repeats(candidate: Candidate) -> None:
 def _score(policy: PruningPolicy, decision: Decision) -> Tensor | None:
     """What the patches were ranked by, `[T, heads or 1]`, if the decision or the policy says so."""
     if decision.mask.selection is not None:
-        score = decision.mask.selection[0]
+        score = decision.mask.selection.score
     elif type(policy).score is not PruningPolicy.score:
         score = policy.score(decision.tokens, decision.attention, decision.layer)
     else:

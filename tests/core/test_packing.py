@@ -285,3 +285,14 @@ def test_a_room_for_no_batch_at_all_is_refused(room: Room) -> None:
     tokens = ragged([3, 2])
     with pytest.raises(ValueError, match="must be for at least 3 rows of each of 2 images, got Room"):
         pack_into(tokens, KeepMask(tokens.live), room)
+
+
+def test_a_mask_that_leaves_out_the_prefix_is_fused_as_one_that_has_it() -> None:
+    """A user's `score > t` says nothing of the prefix; it stays, as it is."""
+    tokens = ragged([3, 5], dead=2)
+    score = torch.rand(len(tokens.x), dtype=torch.float64)
+    keep = (score > 0.6) & tokens.is_patch
+    packed = pack(tokens, fuse(tokens, KeepMask(keep), score))
+    right = pack(tokens, fuse(tokens, KeepMask(keep | (tokens.source < 0) & tokens.live), score))
+    assert torch.equal(packed.x, right.x)
+    assert torch.equal(packed.prefix(), tokens.prefix())
