@@ -59,7 +59,8 @@ def nearest_reference(
     wide_type = torch.promote_types(features.dtype, torch.float32)
     if not num_rows or not batch_size or not max_seqlen:
         nobody = torch.full_like(image_id, -1, dtype=torch.int64)
-        return nobody, torch.full_like(image_id, -torch.inf, dtype=wide_type)
+        nothing = features[:0].sum(dtype=wide_type)  # ties the values to the features, whose gradient is 0
+        return nobody, torch.full_like(image_id, -torch.inf, dtype=wide_type) + nothing
     start, column = cu_seqlens[:-1, None], torch.arange(max_seqlen, device=features.device)
     here = (start + column).clamp(max=num_rows - 1)
     cell = (

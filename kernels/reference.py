@@ -33,6 +33,8 @@ def reference_attention(
     """
     num_rows, num_heads, _ = q.shape
     bounds = _bounds(cu_seqlens, max_seqlen, num_rows)
+    if bounds[-1] == 0:
+        return attend_to_nothing(q, k, v, key_weight, soft, prefix_rows, return_received)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     wide_q, wide_k, wide_v = q.to(dtype), k.to(dtype), v.to(dtype)
     ones = torch.ones(num_rows, dtype=dtype, device=q.device)
@@ -65,6 +67,28 @@ def reference_attention(
         torch.cat(out).to(q.dtype),
         torch.cat(prefix) if prefix_rows else None,
         torch.cat(received) if return_received else None,
+    )
+
+
+def attend_to_nothing(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    key_weight: Tensor | None,
+    soft: Tensor | None,
+    prefix_rows: int,
+    return_received: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the zeros of a batch without a live row, whose gradients are zeros too, not missing."""
+    num_rows, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    # A sum of nothing depends on what it is not taken of, and no NaN of a dead row gets into it.
+    nothing = sum(x[:0].sum(dtype=dtype) for x in (q, k, v, key_weight, soft) if x is not None)
+    zeros = q.new_zeros(num_rows, num_heads, dtype=dtype) + nothing
+    return (
+        zeros[..., None].expand(-1, -1, head_dim).to(q.dtype).contiguous(),
+        zeros[:, None].expand(-1, prefix_rows, -1) if prefix_rows else None,
+        zeros if return_received else None,
     )
 
 

@@ -75,6 +75,38 @@ def test_auto_says_once_what_it_takes_and_why(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("bounds", "num_rows"), [([0], 0), ([0], 2), ([0, 0], 0), ([0, 0], 2)])
+@pytest.mark.parametrize("max_seqlen", [0, 5])
+def test_without_a_live_row_gradients_are_zero_and_not_missing(
+    max_seqlen: int, bounds: list[int], num_rows: int, apart: bool, backend: str
+) -> None:
+    """And nothing of a dead row gets into them."""
+    rows = torch.full((num_rows, 3, 2, 4), torch.nan)
+    given = [part.clone().requires_grad_() for part in (rows.unbind(1) if apart else [rows])]
+    key_weight, soft = (ones(num_rows).requires_grad_() for _ in range(2))
+    results = ragged_attention(
+        *given,
+        cu_seqlens=torch.tensor(bounds).int(),
+        max_seqlen=max_seqlen,
+        prefix_rows=1,
+        return_received=True,
+        backend=backend,
+        key_weight=key_weight,
+        soft=soft,
+    )
+    wanted = [*given, key_weight, soft]
+    for result in results:
+        assert result is not None
+        assert result.eq(0).all()
+        assert result.requires_grad
+    assert results.out.shape == (num_rows, 2, 4)
+    for gradient in torch.autograd.grad(results.out.sum(), wanted, allow_unused=True):
+        assert gradient is not None
+        assert gradient.eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("bounds", "num_rows", "max_seqlen"), [([0], 3, 5), ([0, 0, 0], 0, 5), ([0, 0], 3, 0), ([0, 0], 3, 2)]
 )
