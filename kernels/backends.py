@@ -1,6 +1,5 @@
 """Which backend computes a call of `ragged_attention`, and the call itself."""
 
-import contextlib
 import functools
 import importlib.util
 import logging
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prunevit.kernels.autocast import without_casts
 from prunevit.kernels.padded import padded_attention
 from prunevit.kernels.reference import attend_to_nothing, reference_attention
 from prunevit.kernels.tiles import dense_is_faster
@@ -136,9 +136,7 @@ def run_backend(
         "prefix_rows": prefix_rows,
         "return_received": return_received,
     }
-    # What a backend computes in fp32 stays in fp32.
-    autocast = torch.is_autocast_enabled(q.device.type)
-    with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
+    with without_casts(q.device.type):
         if backend == "reference":
             return AttentionOutput(*reference_attention(q, k, v, **arguments))
         return AttentionOutput(*padded_attention(q, k, v, **arguments, image_id=image_id, uniform=uniform))

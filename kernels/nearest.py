@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from prunevit.kernels.autocast import without_casts
 from prunevit.kernels.select import takes_triton
 
 
@@ -68,7 +69,7 @@ def nearest_reference(
     )
     cell = torch.where(image_id < batch_size, cell, batch_size * max_seqlen)
     # Half precision ties what is nearly alike, and autocast would bring it back.
-    with torch.autocast(features.device.type, enabled=False):
+    with without_casts(features.device.type):
         wide = features.to(wide_type)
         wide = wide.mean(1) if wide.dim() == 3 else wide
         wide = normalize(wide, dim=-1) if cosine else wide

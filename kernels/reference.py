@@ -27,7 +27,7 @@ def reference_attention(
 
     Raises:
         ValueError: `cu_seqlens` does not rise from 0 to at most the number of rows, or an image has more than
-            `max_seqlen` rows.
+            `max_seqlen` rows, or it is a meta tensor.
 
     Cost: one host synchronisation (reads `cu_seqlens`), launches that grow with B, O(N^2) memory.
     """
@@ -137,6 +137,10 @@ def _first_queries(probability: Tensor, prefix_rows: int) -> Tensor:
 
 
 def _bounds(cu_seqlens: Tensor, max_seqlen: int, num_rows: int) -> list[int]:
+    if cu_seqlens.is_meta:
+        raise ValueError(
+            'ragged_attention: backend="reference" needs tensors with data, got meta tensors; use "padded"'
+        )
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > num_rows or min(lengths) < 0:

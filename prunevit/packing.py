@@ -83,7 +83,7 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
 
     Raises:
         ValueError: If an image is left without a patch, if `mask.rows_per_image` is not what each image keeps, or if
-            `capacity` is too small. On a GPU, where the host does not know the counts and would have to wait for
+            `capacity` is too small, or if counts must be read from meta tensors. On a GPU, where the host does not know the counts and would have to wait for
             them, the same checks stop the device with an assertion instead.
 
     Cost:
@@ -102,6 +102,11 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
         total, longest, uniform = 0, tokens.max_seqlen, False
     elif tokens.batch_size == 0:
         total, longest, uniform = 0, tokens.max_seqlen, True
+    elif layout.extent.is_meta:
+        raise ValueError(
+            "pack: counts that depend on the data need tensors with data, got meta tensors; give a capacity, or a "
+            "mask with rows_per_image"
+        )
     else:
         total, longest, shortest = layout.extent.tolist()
         uniform = longest == shortest

@@ -35,6 +35,10 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ({"soft": ones(4).bool()}, r"soft must be floating \[4\], got torch.bool \[4\]"),
         ({"image_id": torch.zeros(4)}, r"image_id must be int32 \[4\]"),
         ({"soft": ones(4).to("meta")}, "soft must be on the device of q, cpu, got meta"),
+        (
+            {"image_id": torch.zeros(4, device="meta").int()},
+            "image_id must be on the device of q, cpu, got meta",
+        ),
         ({"softmax_eps": -1.0}, "must not be negative"),
         ({"prefix_rows": -1}, "must not be negative"),
         ({"uniform": True, "max_seqlen": 5}, "uniform needs 1 x 5 rows, got 4"),
