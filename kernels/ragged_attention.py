@@ -97,7 +97,7 @@ def ragged_attention(
             None if v is None else (_kind(v, is_graded), v.stride(), v.shape == shape),
             None if key_weight is None else (_kind(key_weight, is_graded), key_weight.numel() == num_rows),
             None if soft is None else (_kind(soft, is_graded), soft.numel() == num_rows),
-            None if image_id is None else (image_id.dtype, image_id.device, image_id.dim(), image_id.numel() == num_rows),
+            None if image_id is None else (*_kind(image_id, False)[:3], image_id.numel() == num_rows),
             uniform and (bounds.numel() - 1) * max_seqlen <= num_rows,
             max_seqlen, softmax_scale, exempt_self, softmax_eps, prefix_rows, return_received, uniform, backend,
         )  # fmt: skip

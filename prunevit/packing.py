@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prunevit.checks import require
-from prunevit.keepmask import KeepMask
+from prunevit.keepmask import KeepMask, check_host_count
 from prunevit.kernels.fit import fit
 from prunevit.kernels.gather import fold
 from prunevit.kernels.gather import gather as gather_rows
@@ -82,9 +82,10 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
             no dead rows.
 
     Raises:
-        ValueError: If an image is left without a patch, if `mask.rows_per_image` is not what each image keeps, or if
-            `capacity` is too small, or if counts must be read from meta tensors. On a GPU, where the host does not know the counts and would have to wait for
-            them, the same checks stop the device with an assertion instead.
+        ValueError: If an image is left without a patch, if `mask.rows_per_image` is not what each image keeps, if
+            `capacity` is no whole number or too small, or if counts must be read from meta tensors. On a GPU, where
+            the host does not know the counts and would have to wait for them, the same checks stop the device with an
+            assertion instead.
 
     Cost:
         One copy of the rows that stay. No synchronisation if `mask.rows_per_image` or `capacity` is given; else
@@ -92,6 +93,8 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
     """
     if not isinstance(mask, KeepMask):
         raise ValueError(f"pack: a policy must return a KeepMask, got {type(mask).__name__}; use the verbs")
+    if capacity is not None:
+        check_host_count("pack: capacity", capacity)
     _check_shapes(tokens, mask)
     layout = plan(tokens, mask)
     if mask.soft is not None:

@@ -181,6 +181,8 @@ class RaggedTokens:
         if self.uniform and cells.shape[0] == self.image_id.shape[0]:
             return cells
         dead = ~self.live
+        if cells.shape[0] == 0:  # no image has a row: there is no cell that a dead row could look at
+            cells = cells.new_zeros(1, *cells.shape[1:])
         cell = (self.image_id.long() * self.max_seqlen + self.position).masked_fill(dead, 0)
         return cells[cell].masked_fill(dead.view(-1, *(1,) * (cells.ndim - 1)), 0)
 
@@ -209,10 +211,21 @@ class RaggedTokens:
     def max(self, values: Tensor) -> Tensor:
         """Maximum of `values [T, ...]` over the rows of each image, `[B, ...]`; -inf for an image without rows.
 
+        Of integers and truth values the lowest stands for -inf.
+
         Cost:
             One padded copy.
         """
-        return self.to_padded(values, fill=-torch.inf).amax(1)
+        low = _lowest(values.dtype)
+        if self.max_seqlen == 0:
+            return values.new_full((self.batch_size, *values.shape[1:]), low)
+        return self.to_padded(values, fill=low).amax(1)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return -torch.inf
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 class AttentionState:
