@@ -67,6 +67,8 @@ def check_score(tokens: RaggedTokens, score: Tensor) -> None:
     if not fits or score.shape[0] != rows or 0 in score.shape[1:]:
         got = f"{score.dtype} {list(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
         raise ValueError(f"score: must be floating [{rows}] or [{rows}, H], one entry a row, got {got}")
+    if score.device != tokens.x.device:
+        raise ValueError(f"score: must be on {tokens.x.device}, as the rows are, got {score.device}")
 
 
 _RELATIVE = {None: "score", "deviation": "deviation", "maximum": "maximum"}
@@ -248,15 +250,18 @@ def top_p(
     return _select(tokens, score, rule, within)
 
 
-def check_within(tokens: RaggedTokens, within: KeepMask) -> None:
-    """Refuse what is no mask of these rows."""
+def check_within(tokens: RaggedTokens, within: KeepMask, owner: str = "within", what: str = "") -> None:
+    """Refuse what is no mask of these rows; the caller is its owner, and may have another word for it."""
     if not isinstance(within, KeepMask):
-        raise ValueError(f"within: must be a KeepMask, got {type(within).__name__}")
-    if within.keep.shape != tokens.image_id.shape or within.keep.dtype != torch.bool:
+        raise ValueError(f"{owner}: {what}must be a KeepMask, got {type(within).__name__}; use the verbs")
+    keep, device = within.keep, tokens.image_id.device
+    if keep.shape != tokens.image_id.shape or keep.dtype != torch.bool:
         raise ValueError(
-            f"within: keep must be bool {list(tokens.image_id.shape)}, one entry a row, got {within.keep.dtype} "
-            f"{list(within.keep.shape)}"
+            f"{owner}: keep must be bool {list(tokens.image_id.shape)}, one entry a row, got {keep.dtype} "
+            f"{list(keep.shape)}"
         )
+    if keep.device != device:
+        raise ValueError(f"{owner}: keep must be on {device}, as the rows are, got {keep.device}")
 
 
 def _eligible(tokens: RaggedTokens, within: KeepMask | None) -> Tensor:

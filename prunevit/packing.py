@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prunevit.checks import require
+from prunevit.checks import SIGNED_INTEGERS, require
 from prunevit.keepmask import KeepMask, check_host_count
 from prunevit.kernels.fit import fit
 from prunevit.kernels.gather import fold
@@ -22,12 +22,11 @@ from prunevit.kernels.plan import plan as find_places
 from prunevit.tokens import RaggedTokens
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _DTYPES = {
     "keep": ("bool, as a comparison gives it", frozenset({torch.bool})),
-    "merge_into": ("of signed integers", _INTEGERS),
+    "merge_into": ("of signed integers", SIGNED_INTEGERS),
     **dict.fromkeys(("merge_weight", "size", "key_weight", "soft"), ("floating", _FLOATS)),
-    "order": ("bool, floating or of signed integers", _FLOATS | _INTEGERS | {torch.bool}),
+    "order": ("bool, floating or of signed integers", _FLOATS | SIGNED_INTEGERS | {torch.bool}),
 }
 """What the fields of a mask may hold, in words and as dtypes."""
 

@@ -63,9 +63,11 @@ class RaggedTokens:
             source: Patch index of each row, int32 `[B, N]`, -1 for the prefix; default all patches in grid order.
 
         Raises:
-            ValueError: If `source` is absent and the rows of `x` are not the prefix and the grid, or `image_index` is
-                not one integer an image.
+            ValueError: If `x` is not `[B, N, C]`, `source` is absent and the rows of `x` are not the prefix and the
+                grid, or is there and not one integer a row, or `image_index` is not one integer an image.
         """
+        if x.ndim != 3:
+            raise ValueError(f"RaggedTokens: x must be [B, N, C], got {list(x.shape)}")
         batch, rows, channels = x.shape
         device = x.device
         images = torch.arange(batch, device=device)
@@ -82,6 +84,11 @@ class RaggedTokens:
                 )
             patch = torch.arange(rows, device=device, dtype=torch.int32) - num_prefix_tokens
             source = patch.clamp(min=-1).expand(batch, rows)
+        elif source.shape != (batch, rows) or source.is_floating_point():
+            raise ValueError(
+                f"RaggedTokens: source must be integers {[batch, rows]}, one a row, got {source.dtype} "
+                f"{list(source.shape)}"
+            )
         return cls(
             x=x.reshape(batch * rows, channels),
             cu_seqlens=torch.arange(0, (batch + 1) * rows, rows, device=device, dtype=torch.int32),
@@ -91,7 +98,7 @@ class RaggedTokens:
             num_prefix_tokens=num_prefix_tokens,
             grid=grid,
             image_index=images if image_index is None else image_index.to(device=device, dtype=torch.int64),
-            source=source.reshape(batch * rows),
+            source=source.reshape(batch * rows).to(device=device, dtype=torch.int32),
         )
 
     @property
@@ -155,9 +162,10 @@ class RaggedTokens:
             One gather of `B * max_seqlen` rows; a view when `uniform`.
         """
         values = self.x if values is None else values
-        if values.shape[0] != self.image_id.shape[0]:
+        if values.shape[:1] != self.image_id.shape:
+            got = values.shape[0] if values.ndim else "one number"
             raise ValueError(
-                f"RaggedTokens: values must have {self.image_id.shape[0]} entries, one a row, got {values.shape[0]}"
+                f"RaggedTokens: values must have {self.image_id.shape[0]} entries, one a row, got {got}"
             )
         if self.uniform:
             return values[: self.batch_size * self.max_seqlen].unflatten(
@@ -174,9 +182,16 @@ class RaggedTokens:
         Args:
             padded: `[B, max_seqlen, ...]`.
 
+        Raises:
+            ValueError: If it has another shape.
+
         Cost:
             One gather of `T` rows; a view when `uniform` and without dead rows.
         """
+        if padded.shape[:2] != (self.batch_size, self.max_seqlen):
+            raise ValueError(
+                f"RaggedTokens: padded must be [{self.batch_size}, {self.max_seqlen}, ...], got {list(padded.shape)}"
+            )
         cells = padded.flatten(0, 1)
         if self.uniform and cells.shape[0] == self.image_id.shape[0]:
             return cells
