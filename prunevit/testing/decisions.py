@@ -174,7 +174,7 @@ def _decisions(candidate: Candidate) -> Iterator[Decision]:
 
 
 def _check_folds(decision: Decision, where: str) -> None:
-    into, image = decision.mask.merge_into, decision.tokens.image_id
+    into, image = decision.mask.merge_into.long(), decision.tokens.image_id
     rows = torch.arange(len(into))
     inside = (into >= -1) & (into < len(into))
     if not bool((inside & ((into < 0) | (image[into.clamp(0, len(into) - 1)] == image))).all()):
