@@ -3,7 +3,9 @@
 Checks and choices depend on little that changes from call to call: a call like one before goes straight to the launch.
 """
 
+import math
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -244,13 +246,19 @@ def _check_numbers(
 ) -> None:
     if batch_size < 0:
         raise _error("cu_seqlens must have at least the one element 0", "none")
-    if max_seqlen < 0 or prefix_rows < 0 or softmax_eps < 0:
-        raise _error(
-            "max_seqlen, prefix_rows and softmax_eps must not be negative",
-            (max_seqlen, prefix_rows, softmax_eps),
-        )
+    if not (_is_whole(max_seqlen) and _is_whole(prefix_rows)):
+        raise _error("max_seqlen and prefix_rows must be whole numbers", (max_seqlen, prefix_rows))
+    if max_seqlen < 0 or prefix_rows < 0:
+        raise _error("max_seqlen and prefix_rows must not be negative", (max_seqlen, prefix_rows))
+    if not 0 <= softmax_eps < math.inf:
+        raise _error("softmax_eps must be finite and not be negative", softmax_eps)
     if uniform and batch_size * max_seqlen > num_rows:
         raise _error(f"uniform needs {batch_size} x {max_seqlen} rows", num_rows)
+
+
+def _is_whole(number: object) -> bool:
+    """Whether it is one; the compiler's stand-in for one is, a truth value is not."""
+    return isinstance(number, int | Integral | torch.SymInt) and not isinstance(number, bool)
 
 
 def _error(must_hold: str, got: object) -> ValueError:

@@ -32,7 +32,7 @@ def reference_attention(
     Cost: one host synchronisation (reads `cu_seqlens`), launches that grow with B, O(N^2) memory.
     """
     num_rows, num_heads, _ = q.shape
-    bounds = _bounds(cu_seqlens, max_seqlen, num_rows)
+    bounds = check_bounds(cu_seqlens, max_seqlen, num_rows)
     if bounds[-1] == 0:
         return attend_to_nothing(q, k, v, key_weight, soft, prefix_rows, return_received)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -136,18 +136,19 @@ def _first_queries(probability: Tensor, prefix_rows: int) -> Tensor:
     return torch.nn.functional.pad(first, (0, 0, 0, missing)).permute(2, 1, 0)
 
 
-def _bounds(cu_seqlens: Tensor, max_seqlen: int, num_rows: int) -> list[int]:
+def check_bounds(cu_seqlens: Tensor, max_seqlen: int, num_rows: int) -> list[int]:
+    """Return the boundaries of the images, read back from the device, or refuse what cannot be some."""
     if cu_seqlens.is_meta:
         raise ValueError(
             'ragged_attention: backend="reference" needs tensors with data, got meta tensors; use "padded"'
         )
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] > num_rows or min(lengths) < 0:
+    if bounds[0] != 0 or bounds[-1] > num_rows or min(lengths, default=0) < 0:
         raise ValueError(
             f"ragged_attention: cu_seqlens must rise from 0 to at most the {num_rows} rows, got {bounds}"
         )
-    if max(lengths) > max_seqlen:
+    if max(lengths, default=0) > max_seqlen:
         raise ValueError(
             f"ragged_attention: max_seqlen must be at least the longest, {max(lengths)}, got {max_seqlen}"
         )
