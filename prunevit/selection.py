@@ -17,7 +17,8 @@ class Selected:
 
     Tensors are known by identity and by how often they were written to in place, which asks nothing of the device. In
     inference mode PyTorch counts that for no tensor made there: an edit of the score is not seen then. What is selected
-    is made outside of it, and its edits are.
+    is made outside of it, and its edits are. Compiled code sees the edits of its own graph, not those that other code
+    makes where the compiler breaks off between selecting and packing.
 
     Attributes:
         chosen: What selecting found out.
