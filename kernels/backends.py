@@ -1,6 +1,5 @@
 """Which backend computes a call of `ragged_attention`, and the call itself."""
 
-import contextlib
 import functools
 import importlib.util
 import logging
@@ -9,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prunevit.kernels.autocast import without_casts
 from prunevit.kernels.padded import padded_attention
-from prunevit.kernels.reference import reference_attention
+from prunevit.kernels.reference import attend_to_nothing, reference_attention
 from prunevit.kernels.tiles import dense_is_faster
 
 BACKENDS = ("auto", "reference", "padded", "triton")
@@ -116,7 +116,7 @@ def run_backend(
 ) -> AttentionOutput:
     """Compute `ragged_attention` from arguments that have been checked, by a backend that has been chosen."""
     if not has_live_row(q, cu_seqlens, max_seqlen):
-        return _no_live_row(q, prefix_rows, return_received)
+        return AttentionOutput(*attend_to_nothing(q, k, v, key_weight, soft, prefix_rows, return_received))
     if backend == "triton":
         out, prefix, received, _ = _triton_attention()(
             q, k, v, cu_seqlens, max_seqlen, softmax_scale, key_weight, soft, exempt_self, softmax_eps, prefix_rows,
@@ -136,9 +136,7 @@ def run_backend(
         "prefix_rows": prefix_rows,
         "return_received": return_received,
     }
-    # What a backend computes in fp32 stays in fp32.
-    autocast = torch.is_autocast_enabled(q.device.type)
-    with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
+    with without_casts(q.device.type):
         if backend == "reference":
             return AttentionOutput(*reference_attention(q, k, v, **arguments))
         return AttentionOutput(*padded_attention(q, k, v, **arguments, image_id=image_id, uniform=uniform))
@@ -155,16 +153,6 @@ def _triton_attention() -> Any:
 def has_live_row(q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> bool:
     """Whether there is anything to compute, as far as the host knows."""
     return not (q.shape[0] == 0 or cu_seqlens.shape[0] == 1 or max_seqlen == 0)
-
-
-def _no_live_row(q: Tensor, prefix_rows: int, return_received: bool) -> AttentionOutput:
-    num_rows, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
-    zeros = q.new_zeros(num_rows, num_heads, dtype=probability_dtype(q))
-    return AttentionOutput(
-        q.new_zeros(num_rows, num_heads, head_dim),
-        zeros[:, None].expand(-1, prefix_rows, -1) if prefix_rows else None,
-        zeros if return_received else None,
-    )
 
 
 def probability_dtype(q: Tensor) -> torch.dtype:

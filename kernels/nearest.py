@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from prunevit.kernels.autocast import without_casts
 from prunevit.kernels.select import takes_triton
 
 
@@ -59,7 +60,8 @@ def nearest_reference(
     wide_type = torch.promote_types(features.dtype, torch.float32)
     if not num_rows or not batch_size or not max_seqlen:
         nobody = torch.full_like(image_id, -1, dtype=torch.int64)
-        return nobody, torch.full_like(image_id, -torch.inf, dtype=wide_type)
+        nothing = features[:0].sum(dtype=wide_type)  # ties the values to the features, whose gradient is 0
+        return nobody, torch.full_like(image_id, -torch.inf, dtype=wide_type) + nothing
     start, column = cu_seqlens[:-1, None], torch.arange(max_seqlen, device=features.device)
     here = (start + column).clamp(max=num_rows - 1)
     cell = (
@@ -67,7 +69,7 @@ def nearest_reference(
     )
     cell = torch.where(image_id < batch_size, cell, batch_size * max_seqlen)
     # Half precision ties what is nearly alike, and autocast would bring it back.
-    with torch.autocast(features.device.type, enabled=False):
+    with without_casts(features.device.type):
         wide = features.to(wide_type)
         wide = wide.mean(1) if wide.dim() == 3 else wide
         wide = normalize(wide, dim=-1) if cosine else wide

@@ -6,6 +6,9 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from prunevit.kernels.reference import check_bounds
 
 
 def padded_attention(
@@ -31,9 +34,18 @@ def padded_attention(
     attention that a key received, `softmax_eps`, an exempt diagonal, or the gradient of a weight that is 0:
     those take the softmax written out.
 
+    Raises:
+        ValueError: On a CPU, `cu_seqlens` is not what the other arguments say. A GPU would have to be waited for.
+
     Cost: a copy of q, k, v and the output unless `uniform`; O(B H N^2) memory where the softmax is written
     out, O(B H P N) for the prefix rows.
     """
+    if cu_seqlens.device.type == "cpu" and not (torch.compiler.is_compiling() or isinstance(q, FakeTensor)):
+        bounds = check_bounds(cu_seqlens, max_seqlen, len(q))
+        if uniform and bounds != [image * max_seqlen for image in range(len(bounds))]:
+            raise ValueError(
+                f"ragged_attention: uniform needs {max_seqlen} rows in every image, got cu_seqlens {bounds}"
+            )
     layout = _Layout(cu_seqlens, max_seqlen, len(q), image_id, uniform)
     q, k, v = (layout.pad(rows).transpose(1, 2) for rows in (q, k, v))  # [B, H, N, D]
 

@@ -3,13 +3,16 @@
 Checks and choices depend on little that changes from call to call: a call like one before goes straight to the launch.
 """
 
+import math
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prunevit.kernels.attention_op import run_operator
+from prunevit.kernels.autocast import casts
 from prunevit.kernels.backends import BACKENDS, AttentionOutput, choose_backend, has_live_row, run_backend
 
 __all__ = ["BACKENDS", "AttentionOutput", "ragged_attention"]
@@ -80,7 +83,7 @@ def ragged_attention(
     Reference: Rao et al., DynamicViT, NeurIPS 2021 (`soft`, `exempt_self`, `softmax_eps`); Bolya et al.,
         Token Merging, ICLR 2023 (`key_weight`).
     """
-    if torch.is_autocast_enabled() if q.is_cuda else torch.is_autocast_enabled(q.device.type):
+    if torch.is_autocast_enabled() if q.is_cuda else casts(q.device.type):
         q = _cast(q)
         k, v = (x if x is None else _cast(x) for x in (k, v))
     key = prepared = None
@@ -96,7 +99,7 @@ def ragged_attention(
             None if v is None else (_kind(v, is_graded), v.stride(), v.shape == shape),
             None if key_weight is None else (_kind(key_weight, is_graded), key_weight.numel() == num_rows),
             None if soft is None else (_kind(soft, is_graded), soft.numel() == num_rows),
-            None if image_id is None else (image_id.dtype, image_id.dim(), image_id.numel() == num_rows),
+            None if image_id is None else (*_kind(image_id, False)[:3], image_id.numel() == num_rows),
             uniform and (bounds.numel() - 1) * max_seqlen <= num_rows,
             max_seqlen, softmax_scale, exempt_self, softmax_eps, prefix_rows, return_received, uniform, backend,
         )  # fmt: skip
@@ -216,6 +219,8 @@ def _check(
         _check_weight("soft", soft, q)
     if image_id is not None and (image_id.dtype != torch.int32 or image_id.shape != q.shape[:1]):
         raise _error(f"image_id must be int32 [{len(q)}]", f"{image_id.dtype} {list(image_id.shape)}")
+    if image_id is not None and image_id.device != q.device:
+        raise _error(f"image_id must be on the device of q, {q.device}", image_id.device)
 
 
 def _check_weight(name: str, weight: Tensor, q: Tensor) -> None:
@@ -241,13 +246,19 @@ def _check_numbers(
 ) -> None:
     if batch_size < 0:
         raise _error("cu_seqlens must have at least the one element 0", "none")
-    if max_seqlen < 0 or prefix_rows < 0 or softmax_eps < 0:
-        raise _error(
-            "max_seqlen, prefix_rows and softmax_eps must not be negative",
-            (max_seqlen, prefix_rows, softmax_eps),
-        )
+    if not (_is_whole(max_seqlen) and _is_whole(prefix_rows)):
+        raise _error("max_seqlen and prefix_rows must be whole numbers", (max_seqlen, prefix_rows))
+    if max_seqlen < 0 or prefix_rows < 0:
+        raise _error("max_seqlen and prefix_rows must not be negative", (max_seqlen, prefix_rows))
+    if not 0 <= softmax_eps < math.inf:
+        raise _error("softmax_eps must be finite and not be negative", softmax_eps)
     if uniform and batch_size * max_seqlen > num_rows:
         raise _error(f"uniform needs {batch_size} x {max_seqlen} rows", num_rows)
+
+
+def _is_whole(number: object) -> bool:
+    """Whether it is one; the compiler's stand-in for one is, a truth value is not."""
+    return isinstance(number, int | Integral | torch.SymInt) and not isinstance(number, bool)
 
 
 def _error(must_hold: str, got: object) -> ValueError:

@@ -27,12 +27,14 @@ def reference_attention(
 
     Raises:
         ValueError: `cu_seqlens` does not rise from 0 to at most the number of rows, or an image has more than
-            `max_seqlen` rows.
+            `max_seqlen` rows, or it is a meta tensor.
 
     Cost: one host synchronisation (reads `cu_seqlens`), launches that grow with B, O(N^2) memory.
     """
     num_rows, num_heads, _ = q.shape
-    bounds = _bounds(cu_seqlens, max_seqlen, num_rows)
+    bounds = check_bounds(cu_seqlens, max_seqlen, num_rows)
+    if bounds[-1] == 0:
+        return attend_to_nothing(q, k, v, key_weight, soft, prefix_rows, return_received)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     wide_q, wide_k, wide_v = q.to(dtype), k.to(dtype), v.to(dtype)
     ones = torch.ones(num_rows, dtype=dtype, device=q.device)
@@ -65,6 +67,28 @@ def reference_attention(
         torch.cat(out).to(q.dtype),
         torch.cat(prefix) if prefix_rows else None,
         torch.cat(received) if return_received else None,
+    )
+
+
+def attend_to_nothing(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    key_weight: Tensor | None,
+    soft: Tensor | None,
+    prefix_rows: int,
+    return_received: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the zeros of a batch without a live row, whose gradients are zeros too, not missing."""
+    num_rows, num_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    # A sum of nothing depends on what it is not taken of, and no NaN of a dead row gets into it.
+    nothing = sum(x[:0].sum(dtype=dtype) for x in (q, k, v, key_weight, soft) if x is not None)
+    zeros = q.new_zeros(num_rows, num_heads, dtype=dtype) + nothing
+    return (
+        zeros[..., None].expand(-1, -1, head_dim).to(q.dtype).contiguous(),
+        zeros[:, None].expand(-1, prefix_rows, -1) if prefix_rows else None,
+        zeros if return_received else None,
     )
 
 
@@ -112,14 +136,19 @@ def _first_queries(probability: Tensor, prefix_rows: int) -> Tensor:
     return torch.nn.functional.pad(first, (0, 0, 0, missing)).permute(2, 1, 0)
 
 
-def _bounds(cu_seqlens: Tensor, max_seqlen: int, num_rows: int) -> list[int]:
+def check_bounds(cu_seqlens: Tensor, max_seqlen: int, num_rows: int) -> list[int]:
+    """Return the boundaries of the images, read back from the device, or refuse what cannot be some."""
+    if cu_seqlens.is_meta:
+        raise ValueError(
+            'ragged_attention: backend="reference" needs tensors with data, got meta tensors; use "padded"'
+        )
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] > num_rows or min(lengths) < 0:
+    if bounds[0] != 0 or bounds[-1] > num_rows or min(lengths, default=0) < 0:
         raise ValueError(
             f"ragged_attention: cu_seqlens must rise from 0 to at most the {num_rows} rows, got {bounds}"
         )
-    if max(lengths) > max_seqlen:
+    if max(lengths, default=0) > max_seqlen:
         raise ValueError(
             f"ragged_attention: max_seqlen must be at least the longest, {max(lengths)}, got {max_seqlen}"
         )

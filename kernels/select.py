@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -132,11 +134,12 @@ def select(
     differentiable = torch.is_grad_enabled() and score.requires_grad
     most = _MOST if rule.most is None else min(rule.most, _MOST)
     value = min(rule.value, _MOST) if rule.kind == "count" else rule.value
-    ints, flags, merge_into, merge_weight = compute(
-        score.detach() if differentiable else score, cu_seqlens, eligible, order,
-        None if rule.each is None else rule.each.detach(), batch_size, rows, prefix,
-        rule.kind, float(value), min(rule.least, _MOST), most,
-    )  # fmt: skip
+    with _where_edits_count():
+        ints, flags, merge_into, merge_weight = compute(
+            score.detach() if differentiable else score, cu_seqlens, eligible, order,
+            None if rule.each is None else rule.each.detach(), batch_size, rows, prefix,
+            rule.kind, float(value), min(rule.least, _MOST), most,
+        )  # fmt: skip
     lengths = int_lengths(num_rows, batch_size)
     destination, destination_fused, cu, cu_fused, extents = split_parts(ints, lengths, INT_MULTIPLE)
     extent, extent_fused = extents.split(3)
@@ -147,6 +150,19 @@ def select(
     return Selection(
         keep, destination, cu, extent, keep_fused, destination_fused, cu_fused, extent_fused, merge_into, merge_weight
     )  # fmt: skip
+
+
+def _where_edits_count() -> AbstractContextManager[None]:
+    """Inside inference mode a way out of it: what is made there does not count how often it is written to in place."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return _out_of_inference_mode()
+
+
+@contextmanager
+def _out_of_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def rank(score: Tensor, eligible: Tensor, *, image_id: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+SIGNED_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+
 
 def require(condition: Tensor, message: str) -> None:
     """Raise at once on a CPU; on a GPU assert on the device, without waiting for it.

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from prunevit.keepmask import KeepMask, check_score, rank
+from prunevit.checks import SIGNED_INTEGERS
+from prunevit.keepmask import KeepMask, check_score, check_within, rank
 from prunevit.kernels.merge import merge as merge_rows
 from prunevit.kernels.nearest import nearest as nearest_rows
 from prunevit.kernels.select_reference import mean_over_heads
@@ -26,11 +27,12 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
         score: Weight of each row, `[T]`, or `[T, H]` to weigh by the mean over heads; gradients flow through it.
 
     Raises:
-        ValueError: If `mask` already folds rows, or `score` is not one number a row.
+        ValueError: If `mask` is no mask of these rows or already folds some, or `score` is not one number a row.
 
     Cost:
         None if `mask` comes from a verb that selected by the same score; else one `rank`.
     """
+    check_within(tokens, mask, "fuse", "mask ")
     if mask.merge_into is not None:
         raise ValueError(
             "fuse: mask must not fold rows already, got one with merge_into; fuse before merging"
@@ -39,10 +41,14 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
     if mask.rows_per_image is not None and mask.rows_per_image == tokens.max_seqlen:
         return mask
     rows_per_image = None if mask.rows_per_image is None else mask.rows_per_image + 1
-    if mask.selection is not None:
-        by, chosen, _ = mask.selection
-        # A patch that could not be selected is folded too, of which the selection knows nothing.
-        if by is score and mask.keep is chosen.keep and chosen.eligible is None:
+    selected = mask.selection
+    if selected is not None and selected.score is score and mask.keep is selected.chosen.keep:
+        chosen = selected.chosen
+        # Selected without a gradient, the weights have none, though the score may. What could not be selected is
+        # folded too, of which the selection knows nothing.
+        learns = torch.is_grad_enabled() and score.requires_grad
+        knows_all = selected.among_all and chosen.merge_weight.requires_grad >= learns
+        if knows_all and selected.holds_for(tokens):
             return replace(
                 mask,
                 keep=chosen.keep_fused,
@@ -56,7 +62,8 @@ def fuse(tokens: RaggedTokens, mask: KeepMask, score: Tensor) -> KeepMask:
     rows = torch.arange(losers.shape[0], device=losers.device)
     heir_of_image = rows.new_full((tokens.batch_size + 1,), -1)
     heir_of_image.scatter_reduce_(0, tokens.image_id.long(), torch.where(heirs, rows, -1), "amax")
-    keep = mask.keep | heirs
+    prefix = tokens.live & ~tokens.is_patch  # stays whether the mask says so or not, as it is
+    keep = mask.keep | heirs | prefix
     return replace(
         mask,
         keep=keep,
@@ -88,13 +95,18 @@ def merge(
         eps: Added to that sum.
 
     Raises:
-        ValueError: If `into` or `weight` is not one entry a row.
+        ValueError: If `mask` is no mask of these rows, or `into` or `weight` is not one whole or floating number a row.
 
     Cost:
         One launch on a GPU, and O(T * max_seqlen) comparisons; elsewhere, and where a gradient flows through the
         weights, one scatter-add of them.
     """
+    check_within(tokens, mask, "merge", "mask ")
     _check_rows(tokens, "merge", into=into, weight=weight)
+    if into.dtype not in SIGNED_INTEGERS or not weight.is_floating_point():
+        raise ValueError(
+            f"merge: into must be of signed integers and weight floating, got {into.dtype} and {weight.dtype}"
+        )
     keep, target, share = merge_rows(
         mask.keep,
         into,
@@ -134,11 +146,12 @@ def nearest(
         through the features, one batched product `[B, max_seqlen, max_seqlen]`. Never O(T^2).
     """
     _check_rows(tokens, "nearest", queries=queries, keys=keys)
-    fits = features.ndim in (2, 3) and features.shape[0] == queries.shape[0]
+    fits = features.ndim in (2, 3) and features.shape[0] == queries.shape[0] and 0 not in features.shape[1:]
+    fits = fits and features.is_floating_point()
     if not fits or queries.dtype != torch.bool or keys.dtype != torch.bool:
         raise ValueError(
-            f"nearest: features must be [T, D] or [T, H, D] and queries and keys bool, got {list(features.shape)}, "
-            f"{queries.dtype} and {keys.dtype}"
+            f"nearest: features must be floating [T, D] or [T, H, D] and queries and keys bool, got {features.dtype} "
+            f"{list(features.shape)}, {queries.dtype} and {keys.dtype}"
         )
     return nearest_rows(
         features,

@@ -10,9 +10,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from prunevit.kernels.select import Rule, Selection, select
+from prunevit.kernels.select import Rule, select
 from prunevit.kernels.select import rank as rank_rows
 from prunevit.kernels.select_reference import mean_over_heads
+from prunevit.selection import Selected
 from prunevit.tokens import RaggedTokens
 
 
@@ -34,9 +35,9 @@ class KeepMask:
         soft: Training only: the whole new soft mask, `[T]`. With it no row leaves: rows may still be reordered, and
             heirs still take up what is folded into them.
         aux: Tensors for the policy's own losses.
-        selection: The score that the rows were selected by, all that selecting them found out, and the rows of each
-            image if the host knows them: `fuse` and `pack` need not find out again. It says nothing once `keep` is
-            another tensor than the selection's, or `rows_per_image` another number.
+        selection: What selecting the rows found out, so that `fuse` and `pack` need not find out again. It says nothing
+            once `keep` is another tensor than the selection's or was written to in place, `rows_per_image` is another
+            number, or the rows are those of another batch.
     """
 
     keep: Tensor
@@ -48,7 +49,7 @@ class KeepMask:
     order: Tensor | None = None
     soft: Tensor | None = None
     aux: Mapping[str, Tensor] = field(default_factory=dict)
-    selection: tuple[Tensor, Selection, int | None] | None = None
+    selection: Selected | None = None
 
 
 def check_score(tokens: RaggedTokens, score: Tensor) -> None:
@@ -66,6 +67,8 @@ def check_score(tokens: RaggedTokens, score: Tensor) -> None:
     if not fits or score.shape[0] != rows or 0 in score.shape[1:]:
         got = f"{score.dtype} {list(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
         raise ValueError(f"score: must be floating [{rows}] or [{rows}, H], one entry a row, got {got}")
+    if score.device != tokens.x.device:
+        raise ValueError(f"score: must be on {tokens.x.device}, as the rows are, got {score.device}")
 
 
 _RELATIVE = {None: "score", "deviation": "deviation", "maximum": "maximum"}
@@ -247,15 +250,18 @@ def top_p(
     return _select(tokens, score, rule, within)
 
 
-def check_within(tokens: RaggedTokens, within: KeepMask) -> None:
-    """Refuse what is no mask of these rows."""
+def check_within(tokens: RaggedTokens, within: KeepMask, owner: str = "within", what: str = "") -> None:
+    """Refuse what is no mask of these rows; the caller is its owner, and may have another word for it."""
     if not isinstance(within, KeepMask):
-        raise ValueError(f"within: must be a KeepMask, got {type(within).__name__}")
-    if within.keep.shape != tokens.image_id.shape or within.keep.dtype != torch.bool:
+        raise ValueError(f"{owner}: {what}must be a KeepMask, got {type(within).__name__}; use the verbs")
+    keep, device = within.keep, tokens.image_id.device
+    if keep.shape != tokens.image_id.shape or keep.dtype != torch.bool:
         raise ValueError(
-            f"within: keep must be bool {list(tokens.image_id.shape)}, one entry a row, got {within.keep.dtype} "
-            f"{list(within.keep.shape)}"
+            f"{owner}: keep must be bool {list(tokens.image_id.shape)}, one entry a row, got {keep.dtype} "
+            f"{list(keep.shape)}"
         )
+    if keep.device != device:
+        raise ValueError(f"{owner}: keep must be on {device}, as the rows are, got {keep.device}")
 
 
 def _eligible(tokens: RaggedTokens, within: KeepMask | None) -> Tensor:
@@ -303,6 +309,10 @@ def _one_an_image(tokens: RaggedTokens, values: Tensor) -> Tensor:
     return values.to(tokens.cu_seqlens.device)
 
 
+def _is_bool(values: object) -> bool:
+    return isinstance(values, Tensor) and values.dtype == torch.bool
+
+
 def _select(
     tokens: RaggedTokens, score: Tensor, rule: Rule, within: KeepMask | None, rows: int | None = None
 ) -> KeepMask:
@@ -310,6 +320,8 @@ def _select(
     check_score(tokens, score)
     if within is not None:
         check_within(tokens, within)
+    # Selecting knows of two groups, one behind the other; packing finds out about any other order.
+    order = None if within is None or not _is_bool(within.order) else within.order
     chosen = select(
         score,
         rule,
@@ -318,14 +330,8 @@ def _select(
         prefix=tokens.num_prefix_tokens,
         cu_seqlens=None if tokens.uniform else tokens.cu_seqlens,
         eligible=None if within is None else within.keep,
-        order=within.order if within is not None and is_partition(within.order) else None,
+        order=order,
     )
-    selection = (score, chosen, rows)
-    if within is None:
-        return KeepMask(chosen.keep, rows_per_image=rows, selection=selection)
-    return replace(within, keep=chosen.keep, rows_per_image=rows, selection=selection)
-
-
-def is_partition(order: Tensor | None) -> bool:
-    """Whether an order only says which patches go behind the others."""
-    return isinstance(order, Tensor) and order.dtype == torch.bool
+    selection = Selected.of(tokens, score, chosen, rows, order, among_all=within is None)
+    mask = KeepMask(chosen.keep) if within is None else within
+    return replace(mask, keep=chosen.keep, rows_per_image=rows, selection=selection)

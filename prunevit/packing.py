@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prunevit.checks import require
-from prunevit.keepmask import KeepMask
+from prunevit.checks import SIGNED_INTEGERS, require
+from prunevit.keepmask import KeepMask, check_host_count
 from prunevit.kernels.fit import fit
 from prunevit.kernels.gather import fold
 from prunevit.kernels.gather import gather as gather_rows
@@ -22,12 +22,11 @@ from prunevit.kernels.plan import plan as find_places
 from prunevit.tokens import RaggedTokens
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _DTYPES = {
     "keep": ("bool, as a comparison gives it", frozenset({torch.bool})),
-    "merge_into": ("of signed integers", _INTEGERS),
+    "merge_into": ("of signed integers", SIGNED_INTEGERS),
     **dict.fromkeys(("merge_weight", "size", "key_weight", "soft"), ("floating", _FLOATS)),
-    "order": ("bool, floating or of signed integers", _FLOATS | _INTEGERS | {torch.bool}),
+    "order": ("bool, floating or of signed integers", _FLOATS | SIGNED_INTEGERS | {torch.bool}),
 }
 """What the fields of a mask may hold, in words and as dtypes."""
 
@@ -84,9 +83,10 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
             no dead rows.
 
     Raises:
-        ValueError: If an image is left without a patch, if `mask.rows_per_image` is not what each image keeps, or if
-            `capacity` is too small. On a GPU, where one of the latter two is given and the host would have to wait
-            for the counts, the same checks stop the device with an assertion instead.
+        ValueError: If an image is left without a patch, if `mask.rows_per_image` is not what each image keeps, if
+            `capacity` is no whole number or too small, or if counts must be read from meta tensors. On a GPU, where one
+            of the two numbers is given and the host would have to wait for the counts, the same checks stop the device
+            with an assertion instead.
 
     Cost:
         One copy of the rows that stay. No synchronisation if `mask.rows_per_image` or `capacity` is given; else
@@ -94,6 +94,8 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
     """
     if not isinstance(mask, KeepMask):
         raise ValueError(f"pack: a policy must return a KeepMask, got {type(mask).__name__}; use the verbs")
+    if capacity is not None:
+        check_host_count("pack: capacity", capacity)
     _check_shapes(tokens, mask)
     layout = plan(tokens, mask)
     if mask.soft is not None:
@@ -105,6 +107,11 @@ def pack(tokens: RaggedTokens, mask: KeepMask, capacity: int | None = None) -> R
         total, longest, uniform = 0, tokens.max_seqlen, False
     elif tokens.batch_size == 0:
         total, longest, uniform = 0, tokens.max_seqlen, True
+    elif layout.extent.is_meta:
+        raise ValueError(
+            "pack: counts that depend on the data need tensors with data, got meta tensors; give a capacity, or a "
+            "mask with rows_per_image"
+        )
     else:
         total, longest, shortest = layout.extent.tolist()
         if shortest <= tokens.num_prefix_tokens:
@@ -180,19 +187,9 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
         None if a verb that selects has found out; else two launches on a GPU, elsewhere a running sum over `T` rows
         and, with `mask.order`, two stable sorts.
     """
-    if mask.selection is not None and mask.order is mask.selection[1].order and mask.soft is None:
-        _, chosen, known = mask.selection
-        claimed, is_sound = mask.rows_per_image, chosen.eligible is None
-        if mask.keep is chosen.keep and claimed in (None, known):
-            return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound)
-        fused = None if known is None else known + 1
-        if (
-            mask.keep is chosen.keep_fused
-            and mask.merge_into is chosen.merge_into
-            and claimed in (None, fused)
-        ):
-            plain = chosen.keep if mask.merge_weight is chosen.merge_weight else None
-            return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, is_sound, plain)
+    found = None if mask.soft is not None else _found_by_selecting(tokens, mask)
+    if found is not None:
+        return found
     places = find_places(
         tokens.source,
         mask.keep if mask.soft is None else None,
@@ -202,6 +199,21 @@ def plan(tokens: RaggedTokens, mask: KeepMask) -> Plan:
         max_seqlen=tokens.max_seqlen,
     )
     return Plan(*places)
+
+
+def _found_by_selecting(tokens: RaggedTokens, mask: KeepMask) -> Plan | None:
+    """The plan that selecting has made, if it is that of this mask and these rows."""
+    selected = mask.selection
+    if selected is None or mask.order is not selected.order or not selected.holds_for(tokens):
+        return None
+    chosen, claimed, is_sound = selected.chosen, mask.rows_per_image, selected.among_all
+    if mask.keep is chosen.keep and claimed in (None, selected.rows):
+        return Plan(chosen.destination, chosen.cu_seqlens, chosen.extent, is_sound)
+    fuses = mask.keep is chosen.keep_fused and mask.merge_into is chosen.merge_into
+    if fuses and claimed in (None, selected.fused_rows()):
+        plain = chosen.keep if mask.merge_weight is chosen.merge_weight else None
+        return Plan(chosen.destination_fused, chosen.cu_fused, chosen.extent_fused, is_sound, plain)
+    return None
 
 
 def gather(
@@ -328,4 +340,9 @@ def _check_shapes(tokens: RaggedTokens, mask: KeepMask) -> None:
     if known is not None and not tokens.uniform:
         raise ValueError(
             "KeepMask: rows_per_image must be None for tokens that are not uniform; leave it out"
+        )
+    if known is not None and not 0 <= known <= tokens.max_seqlen:
+        raise ValueError(
+            f"KeepMask: rows_per_image must be in [0, {tokens.max_seqlen}], the rows of each image, got {known}; "
+            "mend the mask or leave it out"
         )

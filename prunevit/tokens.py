@@ -63,9 +63,11 @@ class RaggedTokens:
             source: Patch index of each row, int32 `[B, N]`, -1 for the prefix; default all patches in grid order.
 
         Raises:
-            ValueError: If `source` is absent and the rows of `x` are not the prefix and the grid, or `image_index` is
-                not one integer an image.
+            ValueError: If `x` is not `[B, N, C]`, `source` is absent and the rows of `x` are not the prefix and the
+                grid, or is there and not one integer a row, or `image_index` is not one integer an image.
         """
+        if x.ndim != 3:
+            raise ValueError(f"RaggedTokens: x must be [B, N, C], got {list(x.shape)}")
         batch, rows, channels = x.shape
         device = x.device
         images = torch.arange(batch, device=device)
@@ -82,6 +84,11 @@ class RaggedTokens:
                 )
             patch = torch.arange(rows, device=device, dtype=torch.int32) - num_prefix_tokens
             source = patch.clamp(min=-1).expand(batch, rows)
+        elif source.shape != (batch, rows) or source.is_floating_point():
+            raise ValueError(
+                f"RaggedTokens: source must be integers {[batch, rows]}, one a row, got {source.dtype} "
+                f"{list(source.shape)}"
+            )
         return cls(
             x=x.reshape(batch * rows, channels),
             cu_seqlens=torch.arange(0, (batch + 1) * rows, rows, device=device, dtype=torch.int32),
@@ -91,7 +98,7 @@ class RaggedTokens:
             num_prefix_tokens=num_prefix_tokens,
             grid=grid,
             image_index=images if image_index is None else image_index.to(device=device, dtype=torch.int64),
-            source=source.reshape(batch * rows),
+            source=source.reshape(batch * rows).to(device=device, dtype=torch.int32),
         )
 
     @property
@@ -155,9 +162,10 @@ class RaggedTokens:
             One gather of `B * max_seqlen` rows; a view when `uniform`.
         """
         values = self.x if values is None else values
-        if values.shape[0] != self.image_id.shape[0]:
+        if values.shape[:1] != self.image_id.shape:
+            got = values.shape[0] if values.ndim else "one number"
             raise ValueError(
-                f"RaggedTokens: values must have {self.image_id.shape[0]} entries, one a row, got {values.shape[0]}"
+                f"RaggedTokens: values must have {self.image_id.shape[0]} entries, one a row, got {got}"
             )
         if self.uniform:
             return values[: self.batch_size * self.max_seqlen].unflatten(
@@ -174,13 +182,22 @@ class RaggedTokens:
         Args:
             padded: `[B, max_seqlen, ...]`.
 
+        Raises:
+            ValueError: If it has another shape.
+
         Cost:
             One gather of `T` rows; a view when `uniform` and without dead rows.
         """
+        if padded.shape[:2] != (self.batch_size, self.max_seqlen):
+            raise ValueError(
+                f"RaggedTokens: padded must be [{self.batch_size}, {self.max_seqlen}, ...], got {list(padded.shape)}"
+            )
         cells = padded.flatten(0, 1)
         if self.uniform and cells.shape[0] == self.image_id.shape[0]:
             return cells
         dead = ~self.live
+        if cells.shape[0] == 0:  # no image has a row: there is no cell that a dead row could look at
+            cells = cells.new_zeros(1, *cells.shape[1:])
         cell = (self.image_id.long() * self.max_seqlen + self.position).masked_fill(dead, 0)
         return cells[cell].masked_fill(dead.view(-1, *(1,) * (cells.ndim - 1)), 0)
 
@@ -209,10 +226,21 @@ class RaggedTokens:
     def max(self, values: Tensor) -> Tensor:
         """Maximum of `values [T, ...]` over the rows of each image, `[B, ...]`; -inf for an image without rows.
 
+        Of integers and truth values the lowest stands for -inf.
+
         Cost:
             One padded copy.
         """
-        return self.to_padded(values, fill=-torch.inf).amax(1)
+        low = _lowest(values.dtype)
+        if self.max_seqlen == 0:
+            return values.new_full((self.batch_size, *values.shape[1:]), low)
+        return self.to_padded(values, fill=low).amax(1)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return -torch.inf
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 class AttentionState:

@@ -188,7 +188,7 @@ def _step(stage: Stage, patches: int) -> Tensor:
     keep = mask.keep if mask.soft is None else tokens.live
     heir = torch.where(keep, source, -1)
     if mask.merge_into is not None:
-        into = mask.merge_into.clamp(min=0)
+        into = mask.merge_into.long().clamp(min=0)
         heir = torch.where((mask.merge_into >= 0) & keep[into], source[into], heir)
     table = heir.new_full((tokens.batch_size + 1, patches + 1), -1)
     table[tokens.image_id.long(), source] = torch.where(tokens.is_patch, heir, -1)
@@ -222,9 +222,9 @@ def _join_stages(parts: Sequence[Stage]) -> Stage:
 
 
 def _heirs(mask: KeepMask) -> Tensor:
-    """`merge_into`; without it, what stays is its own heir."""
+    """`merge_into`, wide enough for the rows of all batches; without it, what stays is its own heir."""
     here = torch.arange(mask.keep.shape[0], device=mask.keep.device)
-    return torch.where(mask.keep, here, -1) if mask.merge_into is None else mask.merge_into
+    return torch.where(mask.keep, here, -1) if mask.merge_into is None else mask.merge_into.long()
 
 
 def _own_key_weight(part: Stage) -> Tensor:

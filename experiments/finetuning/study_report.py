@@ -16,7 +16,9 @@ from prunevit.experiments.metrics import wilson
 JOURNAL = "finetuning.jsonl"
 NAME = "finetuning"
 Entry = dict[str, Any]
-COMMAND = "python -m prunevit.experiments.finetuning.study --photos PHOTOS --output docs/results [max_epochs=N ...]"
+COMMAND = (
+    "python -m prunevit.experiments.finetuning.study --photos PHOTOS --output docs/results [max_epochs=N ...]"
+)
 
 
 @dataclass(frozen=True)

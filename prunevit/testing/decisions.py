@@ -135,7 +135,7 @@ def check_repeats(candidate: Candidate) -> None:
 def _score(policy: PruningPolicy, decision: Decision) -> Tensor | None:
     """What the patches were ranked by, `[T, heads or 1]`, if the decision or the policy says so."""
     if decision.mask.selection is not None:
-        score = decision.mask.selection[0]
+        score = decision.mask.selection.score
     elif type(policy).score is not PruningPolicy.score:
         score = policy.score(decision.tokens, decision.attention, decision.layer)
     else:
@@ -174,7 +174,7 @@ def _decisions(candidate: Candidate) -> Iterator[Decision]:
 
 
 def _check_folds(decision: Decision, where: str) -> None:
-    into, image = decision.mask.merge_into, decision.tokens.image_id
+    into, image = decision.mask.merge_into.long(), decision.tokens.image_id
     rows = torch.arange(len(into))
     inside = (into >= -1) & (into < len(into))
     if not bool((inside & ((into < 0) | (image[into.clamp(0, len(into) - 1)] == image))).all()):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_support import dense_tokens, rows_of
 
-from prunevit import KeepMask, RaggedTokens, pack, rank, sample, threshold, top_k, top_p
+from prunevit import KeepMask, RaggedTokens, fuse, merge, nearest, pack, rank, sample, threshold, top_k, top_p
 from prunevit.keepmask import keep_count, keep_everything
 
 
@@ -208,6 +208,13 @@ def test_values_of_a_wrong_length_are_refused() -> None:
     for index in (torch.tensor([1, 2]), torch.zeros(3)):
         with pytest.raises(ValueError, match=r"image_index must be integers \[3\]"):
             RaggedTokens.from_padded(x, 1, (2, 2), image_index=index)
+    for source in (torch.zeros(3, 5), torch.zeros(3, 4, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"source must be integers \[3, 5\], one a row"):
+            RaggedTokens.from_padded(x, 1, (2, 2), source=source)
+    with pytest.raises(ValueError, match=r"x must be \[B, N, C\], got \[5, 2\]"):
+        RaggedTokens.from_padded(x[0], 1, (2, 2))
+    long = torch.arange(-1, 4).expand(3, 5)
+    assert RaggedTokens.from_padded(x, 1, (2, 2), source=long).source.dtype == torch.int32
 
 
 @pytest.mark.parametrize(
@@ -220,6 +227,34 @@ def test_values_of_a_wrong_length_are_refused() -> None:
         (lambda t, s: top_k(t, s, count=torch.ones(3)), "counts of the images must be integers"),
         (lambda t, s: top_k(t, s, "0.5"), "rate must be in"),  # type: ignore[arg-type]
         (lambda t, s: top_k(t, s, 0.5, within=t.live), "within: must be a KeepMask, got Tensor"),
+        (lambda t, s: top_k(t, s.to("meta"), 0.5), "score: must be on cpu, as the rows are, got meta"),
+        (
+            lambda t, s: top_k(t, s, 0.5, within=KeepMask(t.live.to("meta"))),
+            "within: keep must be on cpu, as the rows are, got meta",
+        ),
+        (lambda t, s: fuse(t, s > 0, s), "fuse: mask must be a KeepMask, got Tensor; use the verbs"),  # type: ignore[arg-type]
+        (
+            lambda t, s: fuse(t, KeepMask(s), s),
+            r"fuse: keep must be bool \[15\], .* got torch.float32 \[15\]",
+        ),
+        (
+            lambda t, s: merge(t, KeepMask(t.live[:9]), t.source, s),
+            r"merge: keep must be bool \[15\], .* \[9\]",
+        ),
+        (
+            lambda t, s: merge(t, KeepMask(t.live), s, s),
+            "merge: into must be of signed integers .* got torch.float32",
+        ),
+        (
+            lambda t, s: merge(t, KeepMask(t.live), t.source, t.source),
+            "and weight floating, got .* and torch.int32",
+        ),
+        (
+            lambda t, s: nearest(t, s[:, None, None][:, :0], t.live, t.live),
+            r"features must be .* got .* \[15, 0, 1\]",
+        ),
+        (lambda t, s: t.to_rows(s.view(5, 3)), r"padded must be \[3, 5, ...\], got \[5, 3\]"),
+        (lambda t, s: t.sum(s[0]), "values must have 15 entries, one a row, got one number"),
         (lambda t, s: threshold(t, s, math.nan), "value must be a number"),
         (lambda t, s: top_p(t, s, 0.5, min_keep=3, max_keep=2), "must be at least min_keep=3, got 2"),
         (lambda t, s: pack(t, KeepMask([True] * 15)), "keep must be a tensor, got list"),  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """`pack` against a re-statement that walks image by image over Python lists."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -290,7 +291,8 @@ def test_what_could_not_be_selected_is_fused_too() -> None:
     fused, bare = fuse(tokens, mask, score), fuse(tokens, replace(mask, selection=None), score)
     for name in ("keep", "merge_into", "merge_weight"):
         assert torch.equal(getattr(fused, name), getattr(bare, name))
-    assert (fused.merge_into >= 0).all()
+    assert fused.merge_into is not None
+    assert fused.merge_into.min() == 0  # none is dropped
 
 
 @settings(max_examples=60, deadline=None)
@@ -332,3 +334,46 @@ def test_a_room_for_no_batch_at_all_is_refused(room: Room) -> None:
     tokens = ragged([3, 2])
     with pytest.raises(ValueError, match="must be for at least 3 rows of each of 2 images, got Room"):
         pack_into(tokens, KeepMask(tokens.live), room)
+
+
+def test_a_mask_that_leaves_out_the_prefix_is_fused_as_one_that_has_it() -> None:
+    """A user's `score > t` says nothing of the prefix; it stays, as it is."""
+    tokens = ragged([3, 5], dead=2)
+    score = torch.rand(len(tokens.x), dtype=torch.float64)
+    keep = (score > 0.6) & tokens.is_patch
+    packed = pack(tokens, fuse(tokens, KeepMask(keep), score))
+    right = pack(tokens, fuse(tokens, KeepMask(keep | (tokens.source < 0) & tokens.live), score))
+    assert torch.equal(packed.x, right.x)
+    assert torch.equal(packed.prefix(), tokens.prefix())
+
+
+@pytest.mark.parametrize("counts", [[], [-PREFIX, -PREFIX], [3, 1]], ids=str)
+def test_reductions_of_any_dtype_and_of_batches_without_rows(counts: list[int]) -> None:
+    """`max` of integers, too; an image without rows has the lowest value there is; dead rows are not looked at."""
+    lengths = [PREFIX + count for count in counts]
+    tokens = RaggedTokens(
+        x=torch.full((sum(lengths) + 3, 2), torch.nan),
+        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        image_id=torch.arange(len(counts) + 1).repeat_interleave(torch.tensor([*lengths, 3])).int(),
+        max_seqlen=max(lengths, default=0),
+        uniform=False,
+        num_prefix_tokens=PREFIX,
+        grid=(1, 3),
+        image_index=torch.arange(len(counts)),
+        source=torch.zeros(sum(lengths) + 3, dtype=torch.int32),
+    )
+    for dtype, low in ((torch.float64, -torch.inf), (torch.int32, -(2**31)), (torch.bool, False)):
+        values = torch.arange(len(tokens.x)).remainder(2).neg().to(dtype)
+        found = tokens.max(values).tolist()
+        ends = tokens.cu_seqlens.tolist()
+        assert found == [max(values[start:end].tolist(), default=low) for start, end in pairwise(ends)], dtype
+    there = tokens.live
+    values = torch.arange(len(tokens.x))
+    assert tokens.to_rows(tokens.to_padded(values)).tolist() == values.masked_fill(~there, 0).tolist()
+
+
+def test_a_capacity_is_a_whole_number() -> None:
+    tokens = ragged([3, 1])
+    for wrong in (8.0, True, "8"):
+        with pytest.raises(ValueError, match="pack: capacity must be a whole number, got"):
+            pack(tokens, KeepMask(tokens.live), capacity=wrong)  # type: ignore[arg-type]

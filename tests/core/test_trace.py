@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests_support import small_vit
 
 import prunevit
-from prunevit import Trace
+from prunevit import KeepMask, Trace
 from prunevit.policies import EViT, RandomPruning, ThresholdL2, ToMe, TopK, TopP, replay
+from prunevit.testing import check_policy
 
 IMAGES = torch.randn(4, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
@@ -134,3 +136,29 @@ def test_dead_rows_are_left_out_of_a_join() -> None:
 def test_a_trace_of_no_images_can_be_printed() -> None:
     trace = prunevit.prune(small_vit(), EViT(0.5, (1,))).trace(IMAGES[:0])
     assert str(trace).splitlines() == ["layer  site             rows before -> after (mean, min..max)"]
+
+
+class NarrowHeirs(ToMe):
+    """ToMe, which says in as few bytes as will do who joins whom."""
+
+    def forward(self, *arguments: Any) -> KeepMask:
+        mask = super().forward(*arguments)
+        assert mask.merge_into is not None
+        narrow = torch.int8 if len(mask.keep) < 128 else torch.int16
+        return replace(mask, merge_into=mask.merge_into.to(narrow))
+
+
+def test_heirs_of_any_integers_join_and_are_followed() -> None:
+    """The rows of a joined trace have numbers that one byte cannot hold, and PyTorch takes no such index."""
+    images = IMAGES[:3]  # 111 rows: a byte holds them
+    model = small_vit()
+    wide, narrow = prunevit.prune(model, ToMe(4, (1, 2))), prunevit.prune(model, NarrowHeirs(4, (1, 2)))
+    right = Trace.cat([wide.trace(images)] * 3)
+    joined = Trace.cat([narrow.trace(images)] * 3)
+    for stage, expected in zip(joined.stages, right.stages, strict=True):
+        assert stage.mask.merge_into is not None
+        assert expected.mask.merge_into is not None
+        assert torch.equal(stage.mask.merge_into, expected.mask.merge_into)
+    assert torch.equal(joined.heirs(), right.heirs())
+    assert torch.equal(narrow.trace(images).heirs(), wide.trace(images).heirs())
+    check_policy(lambda: NarrowHeirs(4, (1, 2)))

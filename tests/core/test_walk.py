@@ -279,6 +279,23 @@ def test_an_empty_batch_has_empty_logits() -> None:
         assert prunevit.prune(model, policy)(images).shape == (0, 10)
 
 
+@pytest.mark.parametrize("policy", [EViT(0.7, layers=1), ToMe(3), KMedoids(0.5, layers=1)], ids=type)
+def test_known_counts_need_no_data(policy: PruningPolicy) -> None:
+    """Where timm's model runs on the meta device, so does the pruned one."""
+    pruned = prunevit.prune(small_vit(), policy).to("meta")
+    assert pruned(torch.empty(2, 3, 96, 96, dtype=torch.float64, device="meta")).shape == (2, 10)
+
+
+def test_counts_that_depend_on_data_say_that_there_is_none() -> None:
+    images = torch.empty(2, 3, 96, 96, dtype=torch.float64, device="meta")
+    with pytest.raises(
+        ValueError, match="pack: counts that depend on the data need tensors with data, got meta"
+    ):
+        prunevit.prune(small_vit(), TopP(0.5, layers=1)).to("meta")(images)
+    with pytest.raises(ValueError, match='backend="reference" needs tensors with data, got meta tensors'):
+        prunevit.prune(small_vit(), EViT(0.5, layers=1), backend="reference").to("meta")(images)
+
+
 def test_a_policy_that_says_nothing_sensible_is_refused() -> None:
     model = small_vit()
     wrong_site, wrong_need, letters = TopK(0.5, (1,)), TopK(0.5, (1,)), TopK(0.5, (1,))

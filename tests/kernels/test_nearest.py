@@ -33,6 +33,24 @@ def test_reference_against_a_loop(lengths: list[int], flags: str) -> None:
         assert_nearest(case, case.nearest(cosine), cosine)
 
 
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_without_an_image_the_gradient_is_zero_and_not_missing(num_rows: int) -> None:
+    features = torch.full((num_rows, 3), torch.nan, requires_grad=True)
+    nobody = torch.zeros(num_rows, dtype=torch.bool)
+    partner, value = nearest_door.nearest(
+        features,
+        nobody,
+        nobody,
+        image_id=nobody.int(),
+        cu_seqlens=torch.zeros(1, dtype=torch.int32),
+        max_seqlen=5,
+    )
+    (gradient,) = torch.autograd.grad(value.sum(), features)
+    assert gradient.eq(0).all()
+    assert partner.eq(-1).all()
+    assert value.isneginf().all()
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_mean_over_heads(dtype: torch.dtype) -> None:
     case = make_merging_case([70, 9], 64, dtype, "some", heads=3, bound=80)

@@ -35,7 +35,22 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ({"soft": ones(4).bool()}, r"soft must be floating \[4\], got torch.bool \[4\]"),
         ({"image_id": torch.zeros(4)}, r"image_id must be int32 \[4\]"),
         ({"soft": ones(4).to("meta")}, "soft must be on the device of q, cpu, got meta"),
-        ({"softmax_eps": -1.0}, "must not be negative"),
+        (
+            {"image_id": torch.zeros(4, device="meta").int()},
+            "image_id must be on the device of q, cpu, got meta",
+        ),
+        ({"softmax_eps": -1.0}, "softmax_eps must be finite and not be negative, got -1.0"),
+        ({"softmax_eps": float("nan")}, "softmax_eps must be finite and not be negative, got nan"),
+        ({"softmax_eps": float("inf")}, "softmax_eps must be finite and not be negative, got inf"),
+        ({"max_seqlen": 4.0}, r"max_seqlen and prefix_rows must be whole numbers, got \(4.0, 0\)"),
+        ({"prefix_rows": True}, r"max_seqlen and prefix_rows must be whole numbers, got \(4, True\)"),
+        ({"max_seqlen": 3, "backend": "padded"}, "max_seqlen must be at least the longest, 4, got 3"),
+        ({"max_seqlen": 3, "backend": "reference"}, "max_seqlen must be at least the longest, 4, got 3"),
+        ({"cu_seqlens": torch.tensor([0, 5]).int(), "backend": "padded"}, "at most the 4 rows, got"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3]).int(), "uniform": True, "backend": "padded"},
+            "uniform needs 4 rows",
+        ),
         ({"prefix_rows": -1}, "must not be negative"),
         ({"uniform": True, "max_seqlen": 5}, "uniform needs 1 x 5 rows, got 4"),
         ({"backend": "flash"}, "backend must be one of auto, reference, padded, triton, got 'flash'"),
@@ -72,6 +87,38 @@ def test_auto_says_once_what_it_takes_and_why(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages == [
         'ragged_attention: backend="auto" takes "padded": "triton" needs CUDA tensors, got cpu'
     ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("bounds", "num_rows"), [([0], 0), ([0], 2), ([0, 0], 0), ([0, 0], 2)])
+@pytest.mark.parametrize("max_seqlen", [0, 5])
+def test_without_a_live_row_gradients_are_zero_and_not_missing(
+    max_seqlen: int, bounds: list[int], num_rows: int, apart: bool, backend: str
+) -> None:
+    """And nothing of a dead row gets into them."""
+    rows = torch.full((num_rows, 3, 2, 4), torch.nan)
+    given = [part.clone().requires_grad_() for part in (rows.unbind(1) if apart else [rows])]
+    key_weight, soft = (ones(num_rows).requires_grad_() for _ in range(2))
+    results = ragged_attention(
+        *given,
+        cu_seqlens=torch.tensor(bounds).int(),
+        max_seqlen=max_seqlen,
+        prefix_rows=1,
+        return_received=True,
+        backend=backend,
+        key_weight=key_weight,
+        soft=soft,
+    )
+    wanted = [*given, key_weight, soft]
+    for result in results:
+        assert result is not None
+        assert result.eq(0).all()
+        assert result.requires_grad
+    assert results.out.shape == (num_rows, 2, 4)
+    for gradient in torch.autograd.grad(results.out.sum(), wanted, allow_unused=True):
+        assert gradient is not None
+        assert gradient.eq(0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -26,6 +26,7 @@ from prunevit.keepmask import KeepMask
 from prunevit.kernels import select as door
 from prunevit.kernels.select import Rule, rank, select
 from prunevit.packing import plan
+from prunevit.selection import Selected
 from prunevit.tokens import RaggedTokens
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -99,7 +100,7 @@ def test_verbs_that_fold_and_plan_without_a_selection_agree(name: str, kind: str
     tokens = RaggedTokens.from_padded(torch.randn(3, 17, 2), num_prefix_tokens=1, grid=(4, 4))
     score, rule = draw_scores(kind, 3 * 17), RULES[name]
     chosen = select_uniform(score, rule, 3, 17, 1)
-    mask = KeepMask(chosen.keep, selection=(score, chosen, None))
+    mask = KeepMask(chosen.keep, selection=Selected.of(tokens, score, chosen))
     bare = replace(mask, selection=None)
     for quick, slow in ((mask, bare), (fuse(tokens, mask, score), fuse(tokens, bare, score))):
         assert torch.equal(quick.keep, slow.keep)
