@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 log = logging.getLogger("prunevit")
 
@@ -33,12 +35,15 @@ class Bound:
     never started on another for which it would be wrong. It runs on the device of the first argument, in the
     current stream of that device.
 
+    A kernel that takes `OVERLAP` and calls `wait_for_previous` starts while the kernel before it ends, where the GPU
+    can.
+
     Triton's own launch remains for interpreted kernels, while a profiler hooks launches, and, said once in
     the log, where the installed triton starts kernels in a way that is not known here.
 
     Args:
         kernel: A `triton.jit` function whose `constexpr` parameters stand behind all others.
-        **constants: The value of each `constexpr` parameter, and options such as `num_warps`.
+        **constants: The value of each `constexpr` parameter but `OVERLAP`, and options such as `num_warps`.
 
     Raises:
         ValueError: If a `constexpr` parameter lacks a value or stands before another parameter.
@@ -48,17 +53,18 @@ class Bound:
         self.kernel, self.constants = kernel, constants
         self._is_interpreted = not isinstance(kernel, triton.JITFunction)
         self._starts: dict[tuple[Any, ...], Start] = {}
+        self._overlaps = "OVERLAP" in kernel.arg_names
         if self._is_interpreted:
             return
         free = [parameter for parameter in kernel.params if not parameter.is_constexpr]
         fixed = kernel.arg_names[len(free) :]
-        if free != kernel.params[: len(free)] or not constants.keys() >= set(fixed):
+        if free != kernel.params[: len(free)] or not constants.keys() | {"OVERLAP"} >= set(fixed):
             raise ValueError(
                 f"Bound: {kernel.__name__} must end with its constexpr parameters, each with a value; "
                 f"got the parameters {kernel.arg_names} and values for {list(constants)}"
             )
         self._loose = [parameter.do_not_specialize for parameter in free]
-        self._fixed = tuple(constants[name] for name in fixed)
+        self._fixed_names = fixed
 
     def __call__(self, programs: int, *arguments: Argument) -> Start | None:
         """Start the kernel.
@@ -82,16 +88,22 @@ class Bound:
         key, values = specialise(arguments, self._loose)
         start = self._starts.get((device, *key))
         if start is None or not is_direct(device):
-            start = load(self._launch(programs, arguments), device, self._fixed)
+            constants = self._all_constants(device)
+            fixed = tuple(constants[name] for name in self._fixed_names)
+            start = load(self._launch(programs, arguments), device, fixed)
             if start is not None:
                 self._starts[(device, *key)] = start
         else:
             start(programs, tuple(values))
         return start
 
+    def _all_constants(self, device: int) -> dict[str, Any]:
+        return self.constants | (overlap(device) if self._overlaps else {})
+
     def _launch(self, programs: int, arguments: Sequence[Argument]) -> Any:
         """Launch as Triton does, and return what it compiled."""
-        return self.kernel[(programs,)](*arguments, **self.constants)
+        device = arguments[0].get_device()  # type: ignore[union-attr]
+        return self.kernel[(programs,)](*arguments, **self._all_constants(device))
 
 
 def is_direct(device: int) -> bool:
@@ -133,6 +145,14 @@ def overlap(device: int) -> dict[str, bool]:
         device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     )
     return {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for what the kernel before has written, then let the next one be launched while this one runs."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 # How `CudaLauncher.__call__` begins: in triton 3.6, the metadata being the first of *args, and in 3.8.

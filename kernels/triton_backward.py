@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound, overlap
+from prunevit.kernels.launch import Bound
 from prunevit.kernels.tiles import BackwardTiles, LongTile, choose_backward_tiles
 from prunevit.kernels.triton_forward import bind, layout
 from prunevit.kernels.triton_gradients import keys_kernel, queries_kernel
@@ -150,7 +150,6 @@ def _plan(
     tiles = tiles or choose_backward_tiles(max_seqlen, head_dim, dtype, plain)
     constants: dict[str, Any] = {
         **layout(q_stride, k_stride, v_stride),
-        **overlap(device),
         "H": num_heads,
         "D": head_dim,
         "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 
 TILE = 64
 
@@ -111,9 +111,10 @@ def _bound_nearest(block: int, rows: int) -> Bound:
 @triton.jit(do_not_specialize=["width", "num_tiles"])
 def distance_kernel(
     distance, x, source, cu_seqlens, width, num_tiles, C: tl.constexpr, SCALE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the distances of one image: `|a|^2 + |b|^2 - 2 ab`, 0 from a row to itself."""
+    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     tile = program % (num_tiles * num_tiles)
     image = program // (num_tiles * num_tiles)
@@ -172,12 +173,13 @@ def _is_kept_patch(keep, source, start, column, length):
 @triton.jit(do_not_specialize=["width"])
 def turn_kernel(
     medoid, previous, distance, weight, source, cu_seqlens, width, MOVES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Mark the medoids after a turn, and prefix rows, in `medoid` [T], all False before; a program holds one image.
 
     A column that is a medoid remembers the cheapest row so far of those that are nearest to it.
     """
+    wait_for_previous(OVERLAP)
     image = tl.program_id(0)
     start = tl.load(cu_seqlens + image)
     length = tl.load(cu_seqlens + image + 1) - start
@@ -214,9 +216,10 @@ def turn_kernel(
 @triton.jit(do_not_specialize=["width", "num_tiles"])
 def density_kernel(
     density, farthest, distance, noise, cu_seqlens, width, num_tiles, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the density of each row, and how far it is from the farthest patch."""
+    wait_for_previous(OVERLAP)
     image = tl.program_id(0) // num_tiles
     start = tl.load(cu_seqlens + image)
     length = tl.load(cu_seqlens + image + 1) - start
@@ -240,9 +243,10 @@ def density_kernel(
 @triton.jit(do_not_specialize=["width", "num_tiles"])
 def gap_kernel(
     peaks, density, farthest, distance, source, cu_seqlens, width, num_tiles, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the density of each patch times its distance to the nearest denser one."""
+    wait_for_previous(OVERLAP)
     image = tl.program_id(0) // num_tiles
     start = tl.load(cu_seqlens + image)
     length = tl.load(cu_seqlens + image + 1) - start
@@ -262,9 +266,10 @@ def gap_kernel(
 @triton.jit(do_not_specialize=["width", "num_tiles", "num_rows"])
 def nearest_kernel(
     nearest, distance, keep, source, cu_seqlens, width, num_tiles, num_rows, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the row of the nearest kept patch, -1 for rows that are no patches."""
+    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     image = program // num_tiles
     start = tl.load(cu_seqlens + image)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prunevit.kernels.draws import MOST_KEYS
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 
 BLOCK = 512
 
@@ -46,8 +46,9 @@ def _mixed_in(state, key, row, mask):
 
 
 @triton.jit(do_not_specialize=["seed", "num_rows"])
-def uniform_kernel(out, first, second, third, seed, num_rows, BLOCK: tl.constexpr):
+def uniform_kernel(out, first, second, third, seed, num_rows, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Mix the keys into the seed one by one; the upper 24 bits are the number."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     state = tl.zeros([BLOCK], tl.uint32) + seed.to(tl.uint32)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 
 BLOCK = 1024
 
@@ -35,9 +35,11 @@ def _bound_fit() -> Bound:
 
 @triton.jit(do_not_specialize=["num_rows", "num_bounds", "rows", "longest", "least"])
 def fit_kernel(
-    destination, cu_seqlens, extent, fitted, bounds, num_rows, num_bounds, rows, longest, least, BLOCK: tl.constexpr
+    destination, cu_seqlens, extent, fitted, bounds, num_rows, num_bounds, rows, longest, least, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write `fitted` [T] and `bounds` [B + 1]."""
+    wait_for_previous(OVERLAP)
     exceeds = (tl.load(extent) > rows) | (tl.load(extent + 1) > longest)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(destination + row, mask=row < num_rows, other=-1)

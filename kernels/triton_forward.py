@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound, Start, is_direct, overlap
+from prunevit.kernels.launch import Bound, Start, is_direct
 from prunevit.kernels.tiles import LongTile, ShortTile, Tile, choose_received_tile, has_many_heads
 from prunevit.kernels.triton_long import forward_kernel
 from prunevit.kernels.triton_received import received_kernel
@@ -265,7 +265,6 @@ def _plan(
     folds = scale > 0
     constants: dict[str, Any] = {
         **strides,
-        **overlap(device),
         "H": num_heads,
         "D": head_dim,
         "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
@@ -323,8 +322,6 @@ def _cap(tile: Tile) -> dict[str, int]:
 def bind(kernel: Any, **constants: Any) -> Bound:
     """Bind a kernel to those of the constants that it takes; the same `Bound` for each `max_seqlen` of a tile."""
     taken = {*kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
-    if "OVERLAP" in kernel.arg_names:
-        taken.add("launch_pdl")
     return Bound(kernel, **{name: value for name, value in constants.items() if name in taken})
 
 

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound, overlap
+from prunevit.kernels.launch import Bound, wait_for_previous
 from prunevit.kernels.triton_members import fold_rows, list_members
-from prunevit.kernels.triton_parts import begin as begin_after
 
 TURNS = 8
 """How many members a row may have to take them up one by one, at the pace of its tile; more it sums many at a time."""
@@ -113,7 +112,7 @@ def triton_gather(
         x, source, size, key_weight, soft, destination, cu_old, cu_new, searched, merge_weight if folds else None,
         plain, lists,
     )  # fmt: skip
-    _bound(num_channels, *tile[:4], tile.warps, folds_key_weight, x.get_device())(
+    _bound(num_channels, *tile[:4], tile.warps, folds_key_weight)(
         batch_size * (tile.parts * tile.groups + tile.fold_groups),
         *(None if values is None else values.contiguous() for values in inputs),
         features, ids, new_size, new_key_weight, new_soft, num_rows, batch_size, capacity,
@@ -125,11 +124,11 @@ def triton_gather(
 @functools.cache
 def _bound(
     num_channels: int, rows: int, channels: int, fold_rows: int, fold_channels: int, warps: int,
-    folds_key_weight: bool, device: int,
+    folds_key_weight: bool,
 ) -> Bound:  # fmt: skip
     return Bound(
         gather_kernel, C=num_channels, ROWS=rows, CHANNELS=channels, TURNS=TURNS, FOLD_ROWS=fold_rows,
-        FOLD_CHANNELS=fold_channels, FOLDS_KEY_WEIGHT=folds_key_weight, **overlap(device), num_warps=warps,
+        FOLD_CHANNELS=fold_channels, FOLDS_KEY_WEIGHT=folds_key_weight, num_warps=warps,
     )  # fmt: skip
 
 
@@ -264,7 +263,7 @@ def gather_kernel(
     heir, which takes up all that is not plain; `merge_into` is None then, and the first programs write these heirs.
     One group of channels does what a row has besides its features.
     """
-    begin_after(OVERLAP)
+    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     num_folding = batch_size * fold_groups
     if program < num_folding:

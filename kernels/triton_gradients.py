@@ -19,7 +19,8 @@ Otherwise `queries_kernel` goes first, and leaves delta (and the rest) behind.
 import triton
 import triton.language as tl
 
-from prunevit.kernels.triton_parts import begin, dot_rows, load_tile, load_weights, locate, store_tile
+from prunevit.kernels.launch import wait_for_previous
+from prunevit.kernels.triton_parts import dot_rows, load_tile, load_weights, locate, store_tile
 
 
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "num_tiles"])
@@ -37,7 +38,7 @@ def keys_kernel(
     A program owns a tile of keys of one head and sums over the queries in order. PART > 0: q, k and v are packed,
     and so are the gradients, [T, 3, H, D].
     """
-    begin(OVERLAP)
+    wait_for_previous(OVERLAP)
     tile, h, is_dead, start, length = locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
     first_key = tile * BLOCK_N
     column = tl.cast(h, tl.int64) * num_rows + start  # of the image in a plane [H, T]
@@ -162,7 +163,7 @@ def queries_kernel(
 
     A program owns a tile of queries of one head. delta_i is d_out_i . out_i where nothing else has a gradient.
     """
-    begin(OVERLAP)
+    wait_for_previous(OVERLAP)
     tile, h, is_dead, start, length = locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
     first = tile * BLOCK_M
     column = tl.cast(h, tl.int64) * num_rows + start

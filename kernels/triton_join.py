@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 
 BLOCK = 256
 
@@ -49,9 +49,10 @@ def _load_means(score, row, mask, head_stride, H: tl.constexpr, ROW: tl.constexp
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "head_stride"])
 def join_kernel(
     similarity, partner, limit, score, cu_seqlens, keep, best, num_rows, batch_size, head_stride, H: tl.constexpr,
-    ROW: tl.constexpr, BLOCK: tl.constexpr,
+    ROW: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write `keep` and `best` [T]. A program holds an image: all of its groups lie there."""
+    wait_for_previous(OVERLAP)
     image = tl.program_id(0)
     start = tl.load(cu_seqlens + image).to(tl.int64)
     stop = tl.load(cu_seqlens + image + 1).to(tl.int64)

@@ -5,8 +5,8 @@
 import triton
 import triton.language as tl
 
+from prunevit.kernels.launch import wait_for_previous
 from prunevit.kernels.triton_parts import (
-    begin,
     dot_rows,
     exact_log2,
     exponentiate,
@@ -38,7 +38,7 @@ def forward_kernel(
     The first PREFIX_TILES tiles of a head only report whom its prefix rows attend to.
     PART > 0: k and v are None, and lie PART and 2 PART elements behind q.
     """
-    begin(OVERLAP)
+    wait_for_previous(OVERLAP)
     tile, h, is_dead, start, length = locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
     out += start * (H * D) + h * D
     column = tl.cast(h, tl.int64) * num_rows + start  # of the image in a plane [H, T]
@@ -118,30 +118,39 @@ def _attend(
     mass = total  # as `total`, unrounded
     exact: tl.constexpr = row_stats is not None or saved is not None
     full = length // BLOCK_N * BLOCK_N if TRIM else 0
+    has_weights: tl.constexpr = key_weight is not None or soft is not None
+    own, weight = load_weights(key_weight, soft, 0, length, BLOCK_N)
     for first_key in range(0, full if TRIM else length, BLOCK_N):
+        # Asked for a tile ahead: keys and values come through shared memory in time, these do not.
+        later_own, later_weight = load_weights(key_weight, soft, first_key + BLOCK_N, length, BLOCK_N)
         acc, v_sum, shift, top, total, mass = _step(
-            q_tile, k, v, key_weight, soft, acc, v_sum, shift, top, total, mass, first, first_key, length, K_ROW,
-            V_ROW, D, BLOCK_D, BLOCK_M, BLOCK_N, PRE, POST, EXEMPT_SELF, EPS, exact, not TRIM,
+            q_tile, k, v, own, weight, has_weights, acc, v_sum, shift, top, total, mass, first, first_key, length,
+            K_ROW, V_ROW, D, BLOCK_D, BLOCK_M, BLOCK_N, PRE, POST, EXEMPT_SELF, EPS, exact, not TRIM,
         )  # fmt: skip
+        own, weight = later_own, later_weight
     if TRIM:
         rest = length - full
         if rest > BLOCK_N // 2:
+            own, weight = load_weights(
+                key_weight, soft, full, length, BLOCK_N
+            )  # again: kept, they take registers
             acc, v_sum, shift, top, total, mass = _step(
-                q_tile, k, v, key_weight, soft, acc, v_sum, shift, top, total, mass, first, full, length, K_ROW,
-                V_ROW, D, BLOCK_D, BLOCK_M, BLOCK_N, PRE, POST, EXEMPT_SELF, EPS, exact, True,
+                q_tile, k, v, own, weight, has_weights, acc, v_sum, shift, top, total, mass, first, full, length,
+                K_ROW, V_ROW, D, BLOCK_D, BLOCK_M, BLOCK_N, PRE, POST, EXEMPT_SELF, EPS, exact, True,
             )  # fmt: skip
         elif rest > BLOCK_N // 4:
             acc, v_sum, shift, top, total, mass = _step(
-                q_tile, k, v, key_weight, soft, acc, v_sum, shift, top, total, mass, first, full, length, K_ROW,
-                V_ROW, D, BLOCK_D, BLOCK_M, BLOCK_N // 2, PRE, POST, EXEMPT_SELF, EPS, exact, True,
+                q_tile, k, v, *load_weights(key_weight, soft, full, length, BLOCK_N // 2), has_weights, acc, v_sum,
+                shift, top, total, mass, first, full, length, K_ROW, V_ROW, D, BLOCK_D, BLOCK_M, BLOCK_N // 2, PRE,
+                POST, EXEMPT_SELF, EPS, exact, True,
             )  # fmt: skip
         elif rest > 0:
             acc, v_sum, shift, top, total, mass = _step(
-                q_tile, k, v, key_weight, soft, acc, v_sum, shift, top, total, mass, first, full, length, K_ROW,
-                V_ROW, D, BLOCK_D, BLOCK_M, BLOCK_N // 4, PRE, POST, EXEMPT_SELF, EPS, exact, True,
+                q_tile, k, v, *load_weights(key_weight, soft, full, length, BLOCK_N // 4), has_weights, acc, v_sum,
+                shift, top, total, mass, first, full, length, K_ROW, V_ROW, D, BLOCK_D, BLOCK_M, BLOCK_N // 4, PRE,
+                POST, EXEMPT_SELF, EPS, exact, True,
             )  # fmt: skip
 
-    has_weights: tl.constexpr = key_weight is not None or soft is not None
     scale, floor = _normaliser(shift, top, total, length, EPS, has_weights)
     acc *= scale[:, None]
     if EPS > 0:
@@ -178,14 +187,12 @@ def _normaliser(shift, top, total, length, EPS: tl.constexpr, HAS_WEIGHTS: tl.co
 
 @triton.jit
 def _step(
-    q_tile, k, v, key_weight, soft, acc, v_sum, shift, top, total, mass, first, first_key, length,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_tile, k, v, own, weight, HAS_WEIGHTS: tl.constexpr, acc, v_sum, shift, top, total, mass, first, first_key,
+    length, K_ROW: tl.constexpr, V_ROW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, EXEMPT_SELF: tl.constexpr, EPS: tl.constexpr,
     EXACT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of keys into the running softmax."""
-    has_weights: tl.constexpr = key_weight is not None or soft is not None
-    own, weight = load_weights(key_weight, soft, first_key, length, BLOCK_N)
     k_tile = load_tile(k, first_key, length, K_ROW, D, BLOCK_N, BLOCK_D, MASKED)
     product = dot_rows(q_tile, k_tile)
     score, weights = mask_scores(
@@ -196,15 +203,15 @@ def _step(
         first_key,
         length,
         PRE,
-        has_weights,
+        HAS_WEIGHTS,
         EXEMPT_SELF,
         BLOCK_M,
         BLOCK_N,
         MASKED,
     )
     new_shift = tl.maximum(shift, tl.max(score, 1) * POST)
-    finite_shift = finite(new_shift, has_weights)
-    p = exponentiate(score, weights, finite_shift, POST, has_weights)
+    finite_shift = finite(new_shift, HAS_WEIGHTS)
+    p = exponentiate(score, weights, finite_shift, POST, HAS_WEIGHTS)
     decay = tl.exp2(shift - finite_shift)
     total = total * decay + sum_as_used(p, q_tile.dtype)
     if EXACT:

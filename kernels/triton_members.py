@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound, overlap
-from prunevit.kernels.triton_parts import begin as begin_after
+from prunevit.kernels.launch import Bound, wait_for_previous
 
 ROWS = 128
 """Rows of a program, as many as it has threads: each thread counts for one row and exchanges nothing."""
@@ -54,7 +53,7 @@ def list_members(
     folded_key_weight = None if key_weight is None else torch.empty_like(key_weight)
     parts = max(-(-num_rows // (batch_size * ROWS)), 1)
     inputs = (merge_into, size, key_weight, cu_old)
-    _bound(256 if num_rows <= 256 * batch_size else 1024, lists.get_device())(
+    _bound(256 if num_rows <= 256 * batch_size else 1024)(
         batch_size * parts, lists, keys, *(None if values is None else values.contiguous() for values in inputs),
         folded_size, folded_key_weight, num_rows, parts,
     )  # fmt: skip
@@ -62,8 +61,8 @@ def list_members(
 
 
 @functools.cache
-def _bound(chunk: int, device: int) -> Bound:
-    return Bound(members_kernel, ROWS=ROWS, CHUNK=chunk, OTHERS=16, **overlap(device), num_warps=ROWS // 32)
+def _bound(chunk: int) -> Bound:
+    return Bound(members_kernel, ROWS=ROWS, CHUNK=chunk, OTHERS=16, num_warps=ROWS // 32)
 
 
 @triton.jit
@@ -113,7 +112,7 @@ def members_kernel(
     only they are compared with.
     """
     NONE: tl.constexpr = 0x7FFFFFFFFFFFFFFF
-    begin_after(OVERLAP)
+    wait_for_previous(OVERLAP)
     image, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
     begin, end = tl.load(cu_old + image), tl.load(cu_old + image + 1)
     stop = begin + _list_joining(keys, merge_into, begin, end, CHUNK)

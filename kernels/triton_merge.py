@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 
 BLOCK = 128
 
@@ -66,13 +66,14 @@ def _targets(keep, into, source, start, column, length):
 def merge_kernel(
     keep, into, weight, source, cu_seqlens, stays, target, share, num_rows, batch_size, num_tiles,
     STRIDE: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_OTHER: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write what stays, the targets and the weights, [T] each. A program holds a tile of one image.
 
     A row adds up the weights of all rows of its own target, so none waits for what another finds. Where no patch of
     the image leaves there is nothing to add up.
     """
+    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     image = program // num_tiles
     first = program % num_tiles * BLOCK

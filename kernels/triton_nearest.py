@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 
-BLOCK = 64  # rows that look in a program
 MEAN_BLOCK = 32
 SHORT = (
     256  # bound on the rows of an image up to which few programs read a row, so that each may take its mean
@@ -23,7 +22,7 @@ def triton_nearest(
     features: Tensor, queries: Tensor, keys: Tensor, cu_seqlens: Tensor, max_seqlen: int, cosine: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute `nearest`."""
-    num_rows, batch_size, tiles = len(features), len(cu_seqlens) - 1, triton.cdiv(max_seqlen, BLOCK)
+    num_rows, batch_size = len(features), len(cu_seqlens) - 1
     features = features if features.stride(-1) == 1 else features.contiguous()
     if features.dim() == 3 and (max_seqlen > SHORT or features.shape[2] > NARROW):
         features = _mean_over_heads(features)
@@ -31,7 +30,10 @@ def triton_nearest(
     partner = torch.empty(num_rows, dtype=torch.int64, device=features.device)
     places = torch.empty(2 * num_rows, dtype=torch.int32, device=features.device)
     shape, strides = tuple(features.shape[1:]), features.stride()[:-1]
-    start = _bound_nearest(shape, strides, features.dtype, cosine)
+    # Where a program reads the heads of all rows that it compares, the fewer programs the better.
+    block = 128 if features.dim() == 3 and features.dtype != torch.float32 else 64
+    tiles = triton.cdiv(max_seqlen, block)
+    start = _bound_nearest(shape, strides, features.dtype, cosine, block)
     start(
         batch_size * tiles, features, queries.contiguous(), keys.contiguous(), cu_seqlens, places, partner, value,
         num_rows, batch_size, tiles,
@@ -49,18 +51,19 @@ def _mean_over_heads(features: Tensor) -> Tensor:
 
 @functools.cache
 def _bound_nearest(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, cosine: bool
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, cosine: bool, block: int
 ) -> Bound:
     num_heads, by_head = (shape[0], strides[1]) if len(shape) == 2 else (1, 0)
     # Products of halves are exact in fp32. Three of tf32 are as good as one of fp32, which means over heads are.
     exact, width = dtype != torch.float32 and num_heads == 1, max(16, triton.next_power_of_2(shape[-1]))
     step = min(width, 64 if exact or width <= 64 else 32)
-    # With fewer registers, none of them spilled, a multiprocessor holds three programs instead of two.
-    caps = num_heads > 1 and dtype != torch.float32 and torch.version.hip is None
+    tile = {"BLOCK": block, "BLOCK_OTHER": 64, "num_warps": 4}
+    if block == 128:  # with 128 registers, none of them spilled, a multiprocessor holds two programs
+        tile |= {"BLOCK_OTHER": 32, "num_warps": 8} | ({} if torch.version.hip else {"maxnreg": 128})
     return Bound(
         nearest_kernel, D=shape[-1], H=num_heads, ROW=strides[0], HEAD=by_head, COSINE=cosine,
-        PRECISION="ieee" if exact else "tf32x3", BLOCK=BLOCK, BLOCK_OTHER=64, STEP=step, CHUNK=256, num_warps=4,
-        num_stages=3 if exact else 1 if width == step else 2, **({"maxnreg": 168} if caps else {}),
+        PRECISION="ieee" if exact else "tf32x3", STEP=step, CHUNK=256,
+        num_stages=3 if exact else 1 if width == step else 2, **tile,
     )  # fmt: skip
 
 
@@ -76,9 +79,10 @@ def _bound_mean(num_heads: int, channels: int, row_stride: int, head_stride: int
 @triton.jit(do_not_specialize=["num_rows"])
 def mean_kernel(
     values, mean, num_rows, H: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the mean over the heads, [T, D] of [T, H, D]."""
+    wait_for_previous(OVERLAP)
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     channel = tl.arange(0, WIDTH)[None, :]
     mask = (row < num_rows) & (channel < D)
@@ -152,12 +156,13 @@ def nearest_kernel(
     features, queries, keys, cu_seqlens, places, partner, value, num_rows, batch_size, num_tiles,
     D: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr, COSINE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr, STEP: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write `partner` and `value` [T]. A program takes `BLOCK` of the rows of an image that look.
 
     Keys come in the order of their rows, so an earlier tile wins ties.
     """
+    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     image = program // num_tiles
     first = program % num_tiles * BLOCK

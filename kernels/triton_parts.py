@@ -9,15 +9,6 @@ is the maximum over the keys of positive weight: weights multiply in fp32, and n
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def begin(OVERLAP: tl.constexpr):
-    """Wait for what the kernel before has written, then let the next one be launched while this one runs."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 from prunevit.kernels.parts import pitches
 from prunevit.kernels.plan import MULTIPLE, plan_lengths
 from prunevit.kernels.triton_select import bounds_kernel, store_bounds
@@ -92,12 +92,13 @@ def _load_keys(order, is_patch, column, length):
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "num_tiles"])
 def plan_kernel(
     ints, source, keep, order, cu_seqlens, num_rows, batch_size, num_tiles, BLOCK: tl.constexpr,
-    BLOCK_OTHER: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Count the rows that stay and come before each row of a tile of one image; write where the image begins and ends.
 
     For `bounds_kernel` to add up the latter are the rows that each image keeps, unless there is only one.
     """
+    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     image = program // num_tiles
     first = program % num_tiles * BLOCK

@@ -5,7 +5,8 @@
 import triton
 import triton.language as tl
 
-from prunevit.kernels.triton_parts import begin, dot_rows, load_tile, load_weights, locate
+from prunevit.kernels.launch import wait_for_previous
+from prunevit.kernels.triton_parts import dot_rows, load_tile, load_weights, locate
 
 
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "num_tiles"])
@@ -21,7 +22,7 @@ def received_kernel(
     A program owns a tile of keys and sums over the queries in order, using what `forward_kernel` left in `row_stats`.
     TRIM: the last queries of an image take the smallest tile that holds them, and so, if few, do the last keys.
     """
-    begin(OVERLAP)
+    wait_for_previous(OVERLAP)
     tile, h, is_dead, start, length = locate(cu_seqlens, num_rows, batch_size, num_tiles, H)
     column = tl.cast(h, tl.int64) * num_rows + start
     plane = tl.cast(num_rows, tl.int64) * H

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 from prunevit.kernels.triton_select import key_of
 
 
@@ -62,12 +62,13 @@ def _load_rows(score, source, within, start, column, length, ROW: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "points"])
 def sample_kernel(
     keep, score, source, within, each, cu_seqlens, num_rows, batch_size, points, ROW: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr, BLOCK_POINTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr, BLOCK_POINTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write `keep` [T]; a program holds one image.
 
     The patch that a point is nearest to is known by how many patches lie below the point, which is its rank.
     """
+    wait_for_previous(OVERLAP)
     image = tl.program_id(0)
     start = tl.load(cu_seqlens + image)
     length = tl.load(cu_seqlens + image + 1) - start

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 from prunevit.kernels.parts import pitches
 from prunevit.kernels.select_reference import FLAG_MULTIPLE, INT_MULTIPLE, Planes, flag_lengths, int_lengths
 
@@ -206,7 +206,7 @@ def store_bounds(bounds, extent, image, batch_size, kept, IS_STATIC: tl.constexp
 def select_kernel(
     score, ints, flags, merge_into, merge_weight, cu_seqlens, eligible, order, each, num_rows, batch_size, rows, prefix,
     value, least, most, head_stride, ROW: tl.constexpr, H: tl.constexpr, EACH: tl.constexpr, KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the planes of a `Selection`; a program holds the scores of one image.
 
@@ -214,6 +214,7 @@ def select_kernel(
     keys reach. It is found by bisection, which ends early at a number that just `count + 1` keys reach, and
     everything else follows from it.
     """
+    wait_for_previous(OVERLAP)
     image = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     if cu_seqlens is None:
@@ -297,11 +298,12 @@ def select_kernel(
 
 
 @triton.jit(do_not_specialize=["skip", "batch_size"])
-def bounds_kernel(ints, skip, batch_size, BLOCK: tl.constexpr):
+def bounds_kernel(ints, skip, batch_size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Add up the rows that each image keeps, a program for each plan of the images.
 
     Behind the first `skip` numbers lie the boundaries of each plan, and behind them all the extents.
     """
+    wait_for_previous(OVERLAP)
     bound_pitch = (batch_size + 4) // 4 * 4
     bounds = ints + skip.to(tl.int64)
     extent = bounds + bound_pitch * tl.num_programs(0) + 3 * tl.program_id(0)
@@ -331,12 +333,13 @@ def _load_keys(score, eligible, start, column, length, ROW: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "batch_size", "num_tiles"])
 def rank_kernel(
     score, eligible, cu_seqlens, position, num_rows, batch_size, num_tiles,
-    ROW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr,
+    ROW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write `position` [T]: how many rows of its image are ahead of a row. A program holds a tile of one image.
 
     Rows that cannot be selected all have the lowest key, so they come last, in row order.
     """
+    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     image = program // num_tiles
     first = program % num_tiles * BLOCK

@@ -9,8 +9,8 @@ STAGES > 1 a program takes one head after the other, and what the next one needs
 import triton
 import triton.language as tl
 
+from prunevit.kernels.launch import wait_for_previous
 from prunevit.kernels.triton_parts import (
-    begin,
     dot_rows,
     exact_log2,
     exponentiate,
@@ -36,7 +36,7 @@ def short_kernel(
     For images of at most BLOCK_M rows. PIECES are the tiles (first key, keys) that all keys of an image fit into.
     `saved` and PART as in `forward_kernel`, `received` as in `received_kernel`.
     """
-    begin(OVERLAP)
+    wait_for_previous(OVERLAP)
     if PART > 0:
         k = q + PART
         v = q + 2 * PART

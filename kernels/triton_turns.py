@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prunevit.kernels.launch import Bound
+from prunevit.kernels.launch import Bound, wait_for_previous
 
 BLOCK = 512
 
@@ -37,8 +37,11 @@ def _bound_split() -> Bound:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def split_kernel(source, image_id, cu_seqlens, even, odd, num_rows, BLOCK: tl.constexpr):
+def split_kernel(
+    source, image_id, cu_seqlens, even, odd, num_rows, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Write `even` and `odd` [T]; the image of dead rows starts where the last one ends."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     start = tl.load(cu_seqlens + tl.load(image_id + row, mask=is_row, other=0))

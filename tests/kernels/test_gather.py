@@ -87,7 +87,6 @@ def test_kernel_compiles_for_hopper(
 
     lists = torch.zeros(2, 12, dtype=torch.int32)
     monkeypatch.setattr(triton_gather, "list_members", lambda into, cu, *values: Members(lists, *values))
-    monkeypatch.setattr(triton_gather, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
     chosen = triton_gather.choose_tile
     monkeypatch.setattr(
         triton_gather,
@@ -110,7 +109,6 @@ def test_kernel_compiles_for_hopper(
 def test_kernel_of_members_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from prunevit.kernels import triton_members
 
-    monkeypatch.setattr(triton_members, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
     for length, absent in ((197, ()), (1025, ()), (197, FOLDED)):
         case = draw_members([length], 0.1, 0) | dict.fromkeys(absent)
         call = partial(triton_members.list_members, **case)

