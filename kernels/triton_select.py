@@ -138,7 +138,7 @@ def _left_by_prefix(score, is_live, column, prefix, target):
 
 @triton.jit
 def _count(score, key, is_patch, is_live, column, present, length, prefix, setting, KIND: tl.constexpr):
-    """Count the patches that a rule asks for; see `select.Rule`."""
+    """Count the patches that a rule asks for by their number or mass; see `select.Rule`."""
     if KIND == "count":
         count = setting.to(tl.int32)
     elif KIND == "ceil":
@@ -147,22 +147,26 @@ def _count(score, key, is_patch, is_live, column, present, length, prefix, setti
         count = tl.floor(setting * present.to(tl.float64)).to(tl.int32)
     elif KIND == "mass":
         count = _holding(score, key, is_patch, setting.to(tl.float32))
-    elif KIND == "rows":
+    else:
         target = tl.floor(setting * length.to(tl.float64)).to(tl.int32)
         count = _left_by_prefix(score, is_live, column, tl.minimum(prefix, length), target)
-    else:
-        limit = setting
-        if KIND == "deviation":
-            number = present.to(tl.float64)
-            wide = tl.where(is_patch, score, 0.0).to(tl.float64)
-            mean = tl.sum(wide, 0) / number
-            away = tl.where(is_patch, wide - mean, 0.0)
-            limit = mean + setting * tl.sqrt(tl.sum(away * away, 0) / number)
-        if KIND == "maximum":
-            there = is_patch & (score == score)
-            limit = setting * tl.max(tl.where(there, score, float("-inf")), 0).to(tl.float64)
-        count = tl.sum((is_patch & (score >= limit.to(tl.float32))).to(tl.int32), 0)
     return count
+
+
+@triton.jit
+def _limit(score, is_patch, present, setting, KIND: tl.constexpr):
+    """Return what the patches that a rule asks for must reach; see `select.Rule`."""
+    limit = setting
+    if KIND == "deviation":
+        number = present.to(tl.float64)
+        wide = tl.where(is_patch, score, 0.0).to(tl.float64)
+        mean = tl.sum(wide, 0) / number
+        away = tl.where(is_patch, wide - mean, 0.0)
+        limit = mean + setting * tl.sqrt(tl.sum(away * away, 0) / number)
+    elif KIND == "maximum":
+        there = is_patch & (score == score)
+        limit = setting * tl.max(tl.where(there, score, float("-inf")), 0).to(tl.float64)
+    return limit.to(tl.float32)
 
 
 @triton.jit
@@ -211,8 +215,8 @@ def select_kernel(
     """Write the planes of a `Selection`; a program holds the scores of one image.
 
     The heir is the patch that `count` others are ahead of. Its key is the largest one that more than `count`
-    keys reach. It is found by bisection, which ends early at a number that just `count + 1` keys reach, and
-    everything else follows from it.
+    keys reach, and everything else follows from it. It is found by bisection, which ends early at a number that just
+    `count + 1` keys reach. Where a limit says how many stay, it is the largest key below the limit.
     """
     wait_for_previous(OVERLAP)
     image = tl.program_id(0)
@@ -240,13 +244,20 @@ def select_kernel(
         setting = value.to(tl.int64).to(tl.float64, bitcast=True)
     else:
         setting = tl.load(each + image * EACH).to(tl.float64)
-    count = _count(mean, key, is_patch, is_live, column, present, length, prefix, setting, KIND)
-    count = tl.minimum(tl.minimum(tl.maximum(count, least), most), present)
-
     low = tl.min(tl.where(is_patch, key, 0xFFFFFFFF), 0)
     high = tl.max(key, 0)
+    if KIND == "score" or KIND == "deviation" or KIND == "maximum":
+        reaches = is_patch & (mean >= _limit(mean, is_patch, present, setting, KIND))
+        asked = tl.sum(reaches.to(tl.int32), 0)
+        below = tl.max(tl.where(reaches, 0, key), 0)
+        count = tl.minimum(tl.minimum(tl.maximum(asked, least), most), present)
+        low = tl.where(count == asked, below, low)
+        high = tl.where(count == asked, below, high)
+    else:
+        asked = _count(mean, key, is_patch, is_live, column, present, length, prefix, setting, KIND)
+        count = tl.minimum(tl.minimum(tl.maximum(asked, least), most), present)
     reached = 0
-    while (low < high) & (reached != count + 1):
+    while (low < high) & (reached != count + 1) & (count < present):  # where all stay there is no heir
         middle = high - ((high - low) >> 1)
         reached = tl.sum((key >= middle).to(tl.int32), 0)
         low = tl.where(reached > count, middle, low)
