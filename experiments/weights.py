@@ -159,18 +159,27 @@ def provenance(config: ModelConfig, weights: Weights | None, pruned: "RaggedViT"
     """
     learned = any(each.numel() for each in pruned.policies.parameters())
     untrained = learned and not (weights and weights.policies)
-    if weights is not None:
-        name, trained = weights.path, weights.trained
-    elif not config.pretrained:
-        name, trained = "random", None
-    else:
-        name = pruned.pretrained_cfg.get("tag") or "pretrained"
-        name, trained = "sample" if config.name == "sample" else name, "off-the-shelf"
+    trained = weights.trained if weights else "off-the-shelf" if config.pretrained else None
     return {
-        "weights": name,
+        "weights": weights_name(config, weights.path if weights else None, pruned),
         "trained": None if untrained else trained,
         "predictors": "random" if untrained else None,
     }
+
+
+def weights_name(config: ModelConfig, path: str | None, model: Any) -> str:
+    """Say in a word where the parameters of a model come from.
+
+    Args:
+        config: The model group.
+        path: The weights file, if there is one.
+        model: The model, pruned or not.
+    """
+    if path is not None:
+        return path
+    if not config.pretrained:
+        return "random"
+    return "sample" if config.name == "sample" else model.pretrained_cfg.get("tag") or "pretrained"
 
 
 def _read(path: str) -> Weights:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from prunevit.experiments.comparison.saved import UNPRUNED, Measured
 from prunevit.experiments.comparison.series import Row, unpruned
+from prunevit.experiments.comparison.ties import SHARED, ties
 from prunevit.experiments.knob_text import row_label
+from prunevit.experiments.report import in_figures
 
 ESCAPES = {
     "\\": r"\textbackslash{}",
@@ -20,7 +22,8 @@ SAME = r"\textsuperscript{=}"  # beside a difference that has not been shown
 def latex(measured: Sequence[Measured]) -> str:
     r"""Make one `tabular` for each set of images, which `\input` takes in; it needs `\usepackage{booktabs}`.
 
-    The last column is the paired difference to the unpruned model, where the run has compared them.
+    The last column is the paired difference to the unpruned model, where the run has compared them. Speeds that share a
+    letter overlap.
 
     Args:
         measured: The rows, by their images.
@@ -48,14 +51,20 @@ def _tabular(measured: Measured) -> str:
         speed,
         "Difference",
     )
+    dense = unpruned(measured.rows)
+    letters = ties([*dense, *measured.rows])
     lines = [
         f"% {' '.join(measured.title.split())}; {SAME}: no difference shown",
+        *([f"% {SHARED}"] if any(letters) else []),
         r"\begin{tabular}{l" + "r" * (len(heads) - 1) + "}",
         r"\toprule",
         " & ".join(heads) + r" \\",
         r"\midrule",
-        *(_line(row, "") for row in unpruned(measured.rows)),
-        *(_line(row, _difference(row["name"], measured.pairs)) for row in measured.rows),
+        *(_line(row, letter, "") for row, letter in zip(dense, letters)),
+        *(
+            _line(row, letter, _difference(row["name"], measured.pairs))
+            for row, letter in zip(measured.rows, letters[len(dense) :])
+        ),
         *(rf"{escape(row['name'])} & \multicolumn{{5}}{{l}}{{failed}} \\" for row in measured.failed),
         r"\bottomrule",
         r"\end{tabular}",
@@ -63,12 +72,15 @@ def _tabular(measured: Measured) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Row, difference: str) -> str:
+def _line(row: Row, letter: str, difference: str) -> str:
     top1 = f"{row['top1']:.2f}"
     if row.get("top1_low") is not None:
         top1 += f" ({row['top1_low']:.1f}--{row['top1_high']:.1f})"
+    tied = rf"\textsuperscript{{{letter}}}" if letter else ""
     figures = (
-        _number(row[name], digits) for name, digits in (("agreement", 2), ("gmacs", 3), ("images_per_s", 1))
+        _number(row["agreement"], 2),
+        _number(row["gmacs"], 3),
+        ("--" if row["images_per_s"] is None else in_figures(row["images_per_s"])) + tied,
     )
     return " & ".join([escape(row_label(row)), top1, *figures, difference]) + r" \\"
 

@@ -278,6 +278,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "got None as gmacs of row 1": _with(gmacs=None),
     "got 'none' as kind of row 1": _with(kind="none"),
     "got 3 as tokens_by_block of row 1": _with(tokens_by_block=3),
+    "got {'images_per_s': 3} as timing of row 1": _with(timing={"images_per_s": 3}),
     "got [] as images_per_s of row 1": _with(images_per_s=[]),
     "got something else as seeds": lambda folder: write_run(folder, two_policies(), seeds=[{"rows": None}]),
     "got something else as pairs": lambda folder: write_run(folder, two_policies(), pairs="x"),
