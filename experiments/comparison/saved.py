@@ -8,6 +8,7 @@ from typing import Any
 
 from prunevit.experiments.comparison.shape import CONTENT, FAILED, ROW, misfit
 from prunevit.experiments.config import InputError
+from prunevit.experiments.finetuning.files import BEST, LAST, weights_in
 from prunevit.experiments.report import COLUMNS, RESULTS, SCHEMA
 
 Row = dict[str, Any]
@@ -172,6 +173,18 @@ def _unpruned_pairs(rows: Sequence[Row]) -> list[Row]:
 def _what_is_missing(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} must be a folder of results, got {'a file' if folder.exists() else 'none'}"
+    if weights := weights_in(folder):
+        return (
+            f"{folder} must be a folder of results, got one of prunevit finetune; evaluate what it trained, "
+            f"prunevit evaluate weights={weights}, and report on that"
+        )
+    if (folder / LAST).is_file():
+        return (
+            f"{folder} must be a folder of results, got one of prunevit finetune, which has not validated yet; let it "
+            f"go on with ckpt_path={folder / LAST}, then evaluate {folder / BEST}"
+        )
+    if inside := sorted(folder.glob(f"*/{RESULTS}")):
+        return f"{folder} must be a folder of results, got one with {len(inside)} of them inside; give {folder}/*"
     if any(folder.iterdir()):
         return f"{folder} must hold {RESULTS}, which is written last; finish the run by repeating its command"
     return f"{folder} must hold results, got an empty folder"

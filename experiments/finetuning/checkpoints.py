@@ -17,11 +17,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from prunevit.experiments.config import InputError, first_line
 from prunevit.experiments.finetuning.atomic import atomically
 from prunevit.experiments.finetuning.config import FinetuneConfig
+from prunevit.experiments.finetuning.files import BEST, FINAL, LAST, OURS
 from prunevit.experiments.weights import UNREADABLE
-
-LAST = "last.ckpt"
-BEST, FINAL = "best.safetensors", "last.safetensors"
-OURS = "prunevit"  # key of what this project puts into Lightning's checkpoint
 
 
 class AtomicIO(TorchCheckpointIO):

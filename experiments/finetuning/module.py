@@ -14,9 +14,9 @@ from torchmetrics import Metric
 
 from prunevit.experiments.config import InputError
 from prunevit.experiments.data import Batch
-from prunevit.experiments.finetuning.checkpoints import OURS
 from prunevit.experiments.finetuning.config import FinetuneConfig
 from prunevit.experiments.finetuning.data import FinetuneData
+from prunevit.experiments.finetuning.files import OURS
 from prunevit.experiments.finetuning.objective import Objective
 from prunevit.experiments.finetuning.optimisation import Schedule, make_optimizer
 from prunevit.experiments.finetuning.plan import BatchPlan, Length

@@ -15,9 +15,6 @@ from omegaconf import OmegaConf
 from prunevit.experiments.config import InputError, LoggerConfig
 from prunevit.experiments.finetuning.atomic import atomically, remove_leftovers
 from prunevit.experiments.finetuning.checkpoints import (
-    BEST,
-    FINAL,
-    LAST,
     AtomicIO,
     Checkpoints,
     Resumption,
@@ -25,6 +22,7 @@ from prunevit.experiments.finetuning.checkpoints import (
 )
 from prunevit.experiments.finetuning.config import FinetuneConfig
 from prunevit.experiments.finetuning.data import load_training_data
+from prunevit.experiments.finetuning.files import BEST, FINAL, LAST
 from prunevit.experiments.finetuning.module import Diverged, FinetuneModule
 from prunevit.experiments.finetuning.monitor import CURVE, Bar, Curve, Monitor
 from prunevit.experiments.finetuning.plan import length_of

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from prunevit.experiments.finetuning.checkpoints import BEST, FINAL, Resumption
+from prunevit.experiments.finetuning.checkpoints import Resumption
 from prunevit.experiments.finetuning.config import FinetuneConfig
+from prunevit.experiments.finetuning.files import BEST, FINAL
 from prunevit.experiments.finetuning.monitor import CURVE
 from prunevit.experiments.finetuning.plan import Length
 
