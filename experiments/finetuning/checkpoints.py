@@ -20,6 +20,8 @@ from prunevit.experiments.finetuning.config import FinetuneConfig
 from prunevit.experiments.finetuning.files import BEST, FINAL, LAST, OURS
 from prunevit.experiments.weights import UNREADABLE
 
+LENGTH = ("max_epochs", "max_steps")  # what may grow when a run goes on
+
 
 class AtomicIO(TorchCheckpointIO):
     """Lightning's checkpoint files, never half written."""
@@ -96,10 +98,14 @@ class Resumption:
     Attributes:
         path: The checkpoint.
         step: Steps done.
+        max_epochs: As it was when the checkpoint was made.
+        max_steps: Likewise.
     """
 
     path: Path
     step: int
+    max_epochs: int
+    max_steps: int | None
 
 
 def find_checkpoint(config: FinetuneConfig) -> Resumption | None:
@@ -120,16 +126,16 @@ def find_checkpoint(config: FinetuneConfig) -> Resumption | None:
         )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        earlier, resumption = (
-            dict(content[OURS]["computation"]),
-            Resumption(path, int(content["global_step"])),
-        )
+        earlier = dict(content[OURS]["computation"])
+        resumption = Resumption(path, int(content["global_step"]), *(earlier[name] for name in LENGTH))
     except UNREADABLE as error:
         raise InputError(
             f"ckpt_path: must be a checkpoint of prunevit finetune, got {path} ({first_line(error)})"
         ) from error
     now = config.computation()
-    for name in (each for each in now if each in earlier):  # another version may know other keys
+    for name in (
+        each for each in now if each in earlier and each not in LENGTH
+    ):  # others: of another version
         if earlier[name] != now[name]:
             raise InputError(
                 f"ckpt_path: {path} is of another run, {name} was {earlier[name]} there, got {now[name]}; go on with "

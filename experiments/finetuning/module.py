@@ -202,6 +202,9 @@ class FinetuneModule(LightningModule):
                 f"ckpt_path: the {changed[0]} must be the ones that the run began with, got others under the same "
                 "name; put them back, or start anew from weights="
             )
+        # Lightning notes whether a batch was the last one: of a run that has grown it no longer is.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        progress["is_last_batch"] = checkpoint["global_step"] >= self.length.steps
         self.val = checkpoint[OURS]["val"]
         if AVERAGE in self._beside:
             self._beside[AVERAGE].load_state_dict(checkpoint[AVERAGE])
