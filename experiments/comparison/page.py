@@ -121,7 +121,7 @@ def _unpruned_line(row: Row, title: str, several: bool) -> str:
     interval = ""
     if row.get("top1_low") is not None:
         interval = f" (95 % interval {row['top1_low']:.1f} to {row['top1_high']:.1f})"
-    speed = f", {_cell(row, 'images_per_s')['text']} images/s" if row.get("images_per_s") is not None else ""
+    speed = f", {_speed(row, ' images/s')}" if row.get("images_per_s") is not None else ""
     beside = f"; beside it: {', '.join(row['beside'])}" if several else ""
     return (
         f"Unpruned top-1: {row['top1']:.2f} %{interval} on {title}, {row['gmacs']:.3f} GMACs{speed} "
@@ -136,7 +136,7 @@ def _cell(row: Row, name: str) -> dict[str, str]:
     text = (
         row_label(row)
         if name == "name"
-        else in_figures(value)
+        else _speed(row)
         if name == "images_per_s"
         else format(value, SHOWN[name][1])
         if name in SHOWN
@@ -146,11 +146,14 @@ def _cell(row: Row, name: str) -> dict[str, str]:
     )
     if name == "top1" and row.get("top1_low") is not None:
         text += f" ({row['top1_low']:.1f} to {row['top1_high']:.1f})"
-    if name == "images_per_s" and (scatter := spread(row)):
-        text += f" ({' to '.join(map(in_figures, scatter))}) {row['tied']}".rstrip()
     if name == "unpruned_difference" and row["unpruned_low"] <= 0 <= row["unpruned_high"]:
         text += ", no difference shown"
     return {"text": text, "value": str(value)}
+
+
+def _speed(row: Row, unit: str = "") -> str:
+    scatter = f" ({' to '.join(map(in_figures, ends))}) {row['tied']}" if (ends := spread(row)) else ""
+    return f"{in_figures(row['images_per_s'])}{unit}{scatter}".rstrip()
 
 
 def _notes(runs: Sequence[Run], measured: Sequence[Measured]) -> list[str]:

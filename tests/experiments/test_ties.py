@@ -87,7 +87,7 @@ def test_the_page_and_the_paper_mark_them_too(tmp_path: Path) -> None:
     runs = read_runs([write_run(tmp_path / "A", [timed("evit", 13, 15), timed("topk", 14.5, 16)])])
     page = render_page(runs)
     assert ">14.0 (13.0 to 15.0) a<" in page
-    assert "4.500 GMACs, 10.0 (9.00 to 11.0) images/s (model vit" in page
+    assert "4.500 GMACs, 10.0 images/s (9.00 to 11.0) (model vit" in page
     assert SHARED in page
     assert ">gap to unpruned, points<" in page
     text = latex(by_data(runs))
