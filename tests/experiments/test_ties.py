@@ -92,4 +92,4 @@ def test_the_page_and_the_paper_mark_them_too(tmp_path: Path) -> None:
     assert ">gap to unpruned, points<" in page
     text = latex(by_data(runs))
     assert r"3.000 & 15.2\textsuperscript{a}" in text
-    assert f"% {SHARED}" in text
+    assert f" R{SHARED[1:]}.}}" in text
