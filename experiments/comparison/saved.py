@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from prunevit.experiments.comparison.paths import told_apart
 from prunevit.experiments.comparison.shape import CONTENT, FAILED, ROW, misfit
 from prunevit.experiments.config import InputError
 from prunevit.experiments.finetuning.files import BEST, LAST, weights_in
@@ -84,18 +85,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     twice = {name for name in names if names.count(name) > 1}
     return [
         _renamed(replace(run, rows=[{**row, "run": label} for row in run.rows]), label, twice)
-        for run, label in zip(runs, _labels([run.folder for run in runs]))
+        for run, label in zip(runs, told_apart([run.folder for run in runs]))
     ]
-
-
-def _labels(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of the folders above as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts)) + 1):
-        labels = ["/".join(each[-length:]) for each in parts]
-        if len({*labels}) == len(labels):
-            break
-    return labels
 
 
 def by_data(runs: Sequence[Run]) -> list[Measured]:
