@@ -40,6 +40,29 @@ def compose(verb: str, schema: type[VerbConfig], arguments: list[str]) -> Any:
         InputError: With a line for each problem found.
     """
     problems: list[str] = []
+    return _finish(_laid(verb, schema, arguments, problems), schema, problems)
+
+
+def tree_of(verb: str, schema: type[VerbConfig], arguments: list[str]) -> Tree:
+    """The values that a run would have, by group and key, neither typed nor checked; a key without one is not there.
+
+    Args:
+        verb: As for `compose`.
+        schema: Likewise.
+        arguments: Likewise.
+
+    Raises:
+        InputError: With a line for each word that names nothing.
+    """
+    problems: list[str] = []
+    tree = _laid(verb, schema, arguments, problems)
+    if problems:
+        raise InputError(*problems)
+    return tree
+
+
+def _laid(verb: str, schema: type[VerbConfig], arguments: list[str], problems: list[str]) -> Tree:
+    """Lay all layers over each other, the command line last."""
     tree: Tree = {}
     known = {each.name for each in fields(schema)}
     overrides = _parse(arguments, problems)
@@ -66,7 +89,7 @@ def compose(verb: str, schema: type[VerbConfig], arguments: list[str]) -> Any:
         if name not in chosen and name.partition(".")[0] not in unknown:
             _set(tree, name, overrides[name], problems)
     problems += _cost_problems(tree, overrides, known)
-    return _finish(tree, schema, problems)
+    return tree
 
 
 def read_yaml(name: str) -> Tree:

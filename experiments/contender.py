@@ -45,7 +45,7 @@ class Contender:
         spec: What was asked for.
         pruned: The model, which shares its weights with the others of the same weights.
         dense: The unpruned timm model that it stands beside.
-        provenance: The columns `weights`, `trained`, `predictors`.
+        provenance: The columns `weights`, `trained`, `predictors`, and of `dense` `dense_model`, `dense_weights`.
         view: Which of the batch's views it takes: 0 for `images`, `n` for `views[n - 1]`.
         key: What a result of an earlier run must agree in to count as this one.
         batches: Batches of this process's share that are done.
@@ -120,7 +120,6 @@ def describe(config: ImagesConfig, contender: Contender) -> Row:
     spec, pruned = contender.spec, contender.pruned
     policy: Any = pruned.policies[0]
     value = list(policy.knob_value) if isinstance(policy.knob_value, tuple) else policy.knob_value
-    height, width = pruned.model.patch_embed.img_size
     return {
         "name": spec.name,
         "kind": spec.kind,
@@ -133,10 +132,16 @@ def describe(config: ImagesConfig, contender: Contender) -> Row:
         "model": spec.model.name,
         **contender.provenance,
         "seed": spec.seed,
-        "img_size": height if height == width else [height, width],
+        "img_size": _img_size(pruned.model),
+        "dense_img_size": _img_size(contender.dense),
         "batch_size": config.batch_size,
         "mode": config.execution,
         "accelerator": "gpu" if config.on_gpu else "cpu",
         "precision": config.precision,
         "config": asdict(spec),
     }
+
+
+def _img_size(model: Any) -> int | list[int]:
+    height, width = model.patch_embed.img_size
+    return height if height == width else [height, width]

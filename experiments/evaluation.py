@@ -22,7 +22,7 @@ from prunevit.experiments.ranks import is_first_process
 from prunevit.experiments.report import Row, choose_output_dir, finite, origin, print_report, write_results
 from prunevit.experiments.tracking import tracked
 from prunevit.experiments.trainer import make_trainer, run_test
-from prunevit.experiments.weights import load_policies, provenance, read_weights
+from prunevit.experiments.weights import load_policies, provenance, read_weights, weights_name
 
 
 def run(config: EvaluateConfig) -> list[Row]:
@@ -100,12 +100,20 @@ def build_contender(
     if spec.kind == "policy":
         load_policies(pruned, weights)
     where = provenance(spec.model, weights, pruned)
+    beside = (
+        {"dense_model": spec.model.name, "dense_weights": where["weights"]}
+        if dense is None
+        else {
+            "dense_model": config.model.name,
+            "dense_weights": weights_name(config.model, config.weights, dense),
+        }
+    )
     if where["predictors"] and is_first_process():
         name = spec.policy["name"]
         print(
             f"prunevit: policy {name} has random predictors: there are no weights for them", file=sys.stderr
         )
-    return Contender(spec, pruned, model if dense is None else dense, where)
+    return Contender(spec, pruned, model if dense is None else dense, where | beside)
 
 
 def check_processes(config: MeasureConfig, data: EvaluationData) -> None:

@@ -11,6 +11,7 @@ from prunevit.experiments.config import GROUPS, leaves
 
 OTHER_NAMES = {"model": ", or any timm architecture", "policy": ", or package.module:Class, or file.py:Class"}
 WIDEST = 34  # characters of the first column; what is longer has the line to itself
+WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # of textwrap
 UNSET = "???"  # how YAML writes a key that must be set
 
 
@@ -25,9 +26,11 @@ def columns(rows: Sequence[tuple[str, str]], widest: int = WIDEST) -> list[str]:
     room = max(shutil.get_terminal_size().columns - width - 4, 30)
     lines = []
     for left, right in rows:
-        parts = textwrap.wrap(right, room, break_long_words=False, break_on_hyphens=False) or [""]
+        parts = textwrap.wrap(right, room, **WHOLE) or [""]
         if len(left) > width:
-            lines.append(f"  {left}")
+            lines += textwrap.wrap(
+                left, width + room + 4, initial_indent="  ", subsequent_indent="    ", **WHOLE
+            )
             left = ""
         lines += [
             f"  {first:<{width}}  {part}".rstrip() for first, part in zip([left, *[""] * len(parts)], parts)
@@ -35,33 +38,45 @@ def columns(rows: Sequence[tuple[str, str]], widest: int = WIDEST) -> list[str]:
     return lines
 
 
-def group_rows(keys: dict[str, Any], chosen: dict[str, Any]) -> list[tuple[str, str]]:
-    """The groups of a verb: what each is by default, and what else it can be.
+def group_rows(keys: dict[str, Any], tree: dict[str, Any]) -> list[tuple[str, str]]:
+    """The groups of a verb: what each is, and what else it can be.
 
     Args:
         keys: Fields of the verb's schema by dotted key.
-        chosen: The verb's YAML.
+        tree: The values that a run would have.
     """
     return [
-        (f"{group}={chosen.get(group, 'null')}", ", ".join(group_names(group)) + OTHER_NAMES.get(group, ""))
+        (
+            f"{group}={tree.get(group, {}).get('name', 'null')}",
+            ", ".join(group_names(group)) + OTHER_NAMES.get(group, ""),
+        )
         for group in GROUPS
-        if group in chosen or group in keys
+        if any(path.partition(".")[0] == group for path in keys)
     ]
 
 
-def key_rows(keys: dict[str, Any], chosen: dict[str, Any]) -> list[tuple[str, str]]:
-    """The keys of a verb with their defaults: what each means, and what it can be; arguments as `group_rows`."""
+def key_rows(keys: dict[str, Any], tree: dict[str, Any]) -> list[tuple[str, str]]:
+    """The keys of a verb with their values: what each means, and what it can be; arguments as `group_rows`."""
     rows = [("config=null", "a YAML file of keys, read before the command line")]
     for path, declared in keys.items():
         if path == "policy":
+            own = tree.get("policy", {})
+            rows += [
+                (f"policy.{name}={in_yaml(value)}", f"of {own.get('name')}")
+                for name, value in own.items()
+                if name not in ("name", "gmacs")
+            ]
             if "calibration_images" in keys:
                 rows.append(
-                    ("policy.gmacs=null", "equal cost: GMACs an image that the policy's knob is set to")
+                    (
+                        f"policy.gmacs={in_yaml(own.get('gmacs'))}",
+                        "equal cost: GMACs an image that the policy's knob is set to",
+                    )
                 )
         else:
             choices = declared.metadata["choices"]
             among = f"; one of {', '.join(choices)}" if choices else ""
-            rows.append((f"{path}={_default(declared, path, chosen)}", declared.metadata["help"] + among))
+            rows.append((f"{path}={_value(declared, path, tree)}", declared.metadata["help"] + among))
     return rows
 
 
@@ -90,11 +105,12 @@ def in_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _default(declared: Field[Any], path: str, chosen: dict[str, Any]) -> str:
-    group, _, key = path.partition(".")
+def _value(declared: Field[Any], path: str, tree: dict[str, Any]) -> str:
     value = declared.default_factory() if callable(declared.default_factory) else declared.default
-    if key and group in chosen:
-        value = read_yaml(f"{group}/{chosen[group]}.yaml").get(key, value)
+    *groups, key = path.split(".")
+    for group in groups:
+        tree = tree.get(group, {})
+    value = tree.get(key, value)
     return "null" if value == UNSET else in_yaml(value)
 
 
@@ -119,22 +135,21 @@ def holds_list(declared: Field[Any]) -> bool:
     return callable(declared.default_factory) and isinstance(declared.default_factory(), list)
 
 
-def verb_text(usage: str, summary: str, schema: type, yaml_name: str) -> str:
-    """Text of `prunevit VERB --help`: groups, then keys with defaults and meaning.
+def verb_text(usage: str, summary: str, schema: type, tree: dict[str, Any]) -> str:
+    """Text of `prunevit VERB --help`: groups, then keys with values and meaning.
 
     Args:
         usage: The usage line.
         summary: What the verb does.
         schema: The dataclass of its keys.
-        yaml_name: Its file under `configs/`.
+        tree: The values that a run would have.
     """
     keys, lines = leaves(schema), [usage, "", summary, ""]
     if not keys:
         return "\n".join([*lines, "It has no keys."])
-    chosen = read_yaml(yaml_name)
-    if rows := group_rows(keys, chosen):
+    if rows := group_rows(keys, tree):
         lines += ["groups (GROUP=NAME; a key of it: GROUP.KEY=VALUE)", *columns(rows), ""]
-    lines += ["keys", *columns(key_rows(keys, chosen))]
+    lines += ["keys", *columns(key_rows(keys, tree))]
     if "policy" in keys:
         lines += [
             "",

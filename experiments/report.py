@@ -236,6 +236,26 @@ def print_report(row: Row, console: Console | None = None) -> None:
             console.print(f"{said}: {row[name]}", highlight=False)
 
 
+def spread(row: Row, name: str = "images_per_s") -> tuple[float, float] | None:
+    """20th and 80th percentile of a time or a speed, or None where it was not measured.
+
+    Args:
+        row: With `timing`.
+        name: A key of it.
+    """
+    measured = (row.get("timing") or {}).get(name)
+    return (measured["p20"], measured["p80"]) if measured else None
+
+
+def in_figures(value: float) -> str:
+    """Write a time or a speed with the decimals that five signs have room for.
+
+    Args:
+        value: Not negative.
+    """
+    return f"{value:.{2 if value < 10 else 1 if value < 1000 else 0}f}"
+
+
 def _lines(row: Row) -> list[tuple[str, str, str]]:
     """Label, unpruned and pruned figure of each line; "-" where there is none."""
 
@@ -245,6 +265,13 @@ def _lines(row: Row) -> list[tuple[str, str, str]]:
     def interval(name: str) -> str:
         return f"{row[name]:.2f} ({row[f'{name}_low']:.1f} to {row[f'{name}_high']:.1f})"
 
+    def spread_of(name: str) -> str:
+        ends = spread(row, name)
+        return in_figures(row[name]) + (f" ({' to '.join(map(in_figures, ends))})" if ends else "")
+
+    def speeds(name: str) -> tuple[str, str]:
+        return ("-", "-") if row[name] is None else (spread_of(f"dense_{name}"), spread_of(name))
+
     tokens = f"{row['tokens_mean']:.1f} ({row['tokens_p5']:.1f} to {row['tokens_p95']:.1f})"
     return [
         ("top-1 % (95 % interval)", interval("dense_top1"), interval("top1")),
@@ -253,8 +280,8 @@ def _lines(row: Row) -> list[tuple[str, str, str]]:
         ("same first class %", "", _number(row["agreement"], 2)),
         ("GMACs an image", *both("gmacs", 3)),
         ("block tokens (p5 to p95)", str(row["dense_tokens"]), tokens),
-        ("images/s", *both("images_per_s", 1)),
-        ("ms at batch 1", *both("latency_ms", 2)),
+        ("images/s (p20 to p80)", *speeds("images_per_s")),
+        ("ms, batch 1 (p20 to p80)", *speeds("latency_ms")),
         ("peak MB", *both("peak_mb", 0)),
         (
             "policy effect: max, mean",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prunevit import __version__
-from prunevit.experiments.compose import compose, nearest
+from prunevit.experiments.compose import compose, nearest, tree_of
 from prunevit.experiments.config import InputError, leaves
 from prunevit.experiments.help_text import columns, holds_list, positional_word, verb_text
 from prunevit.experiments.output_dir import take_back
@@ -100,7 +100,7 @@ def dispatch(words: list[str]) -> int:
         raise InputError(f"unknown verb, got {name}; {nearest(name, list(VERBS))}")
     verb = VERBS[name]
     if asks_help:
-        print(help_text(name, verb))
+        print(help_text(name, verb, with_keys(verb, arguments)))
         return 0
     # A user's policy is found beside the place where the command runs, as `python -m` would find it.
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -155,14 +155,17 @@ def overview() -> str:
     )
 
 
-def help_text(name: str, verb: Verb) -> str:
+def help_text(name: str, verb: Verb, arguments: list[str]) -> str:
     """Text of `prunevit VERB --help`.
 
     Args:
         name: The verb.
         verb: Its line of the table.
+        arguments: Words that stand beside it: the values shown are those that they would lead to.
+
+    Raises:
+        InputError: If one of them names nothing.
     """
     bare = positional_word(leaves(verb.schema), verb.positional)
-    return verb_text(
-        f"usage: prunevit {name}{bare} [key=value ...]", verb.summary, verb.schema, f"{name}.yaml"
-    )
+    usage = f"usage: prunevit {name}{bare} [key=value ...]"
+    return verb_text(usage, verb.summary, verb.schema, tree_of(name, verb.schema, arguments))

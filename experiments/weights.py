@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from prunevit.experiments.authors import Settings, our_names, settings_of
 from prunevit.experiments.config import InputError, ModelConfig, first_line
+from prunevit.experiments.finetuning.files import BEST, OURS, weights_in
 from prunevit.experiments.ranks import is_first_process
 
 if TYPE_CHECKING:  # timm takes seconds to import, and a file that cannot be read is refused without it
@@ -159,18 +161,27 @@ def provenance(config: ModelConfig, weights: Weights | None, pruned: "RaggedViT"
     """
     learned = any(each.numel() for each in pruned.policies.parameters())
     untrained = learned and not (weights and weights.policies)
-    if weights is not None:
-        name, trained = weights.path, weights.trained
-    elif not config.pretrained:
-        name, trained = "random", None
-    else:
-        name = pruned.pretrained_cfg.get("tag") or "pretrained"
-        name, trained = "sample" if config.name == "sample" else name, "off-the-shelf"
+    trained = weights.trained if weights else "off-the-shelf" if config.pretrained else None
     return {
-        "weights": name,
+        "weights": weights_name(config, weights.path if weights else None, pruned),
         "trained": None if untrained else trained,
         "predictors": "random" if untrained else None,
     }
+
+
+def weights_name(config: ModelConfig, path: str | None, model: Any) -> str:
+    """Say in a word where the parameters of a model come from.
+
+    Args:
+        config: The model group.
+        path: The weights file, if there is one.
+        model: The model, pruned or not.
+    """
+    if path is not None:
+        return path
+    if not config.pretrained:
+        return "random"
+    return "sample" if config.name == "sample" else model.pretrained_cfg.get("tag") or "pretrained"
 
 
 def _read(path: str) -> Weights:
@@ -254,6 +265,16 @@ def _of_pickle(path: str) -> Weights:
         content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):
         raise TypeError(f"a {type(content).__name__} is no state dict")
+    if OURS in content:
+        weights = weights_in(Path(path).parent)
+        raise InputError(
+            f"weights: must be a file of weights, got {path}, which is what prunevit finetune goes on from; "
+            + (
+                f"use weights={weights}"
+                if weights
+                else f"let it go on with ckpt_path={path}, it leaves {BEST}"
+            )
+        )
     arguments = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
     groups = settings_of(arguments)
     state, choice = _unwrapped(path, content)

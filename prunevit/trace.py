@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -116,8 +117,9 @@ class Trace:
         """Write the trace to a file that `load` reads.
 
         Args:
-            path: Target file.
+            path: Target file; its folder is made if it is not there.
         """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         torch.save({"prunevit_trace": 1, **asdict(self.to("cpu"))}, path)
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -377,13 +378,14 @@ class RaggedViT(nn.Module):
         """Write the timm model's weights to a file for `timm.create_model(..., checkpoint_path=path)`.
 
         Args:
-            path: Target, `*.safetensors`.
+            path: Target, `*.safetensors`; its folder is made if it is not there.
 
         Cost:
             A copy of the weights on the CPU.
         """
         from safetensors.torch import save_file
 
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_file({name: value.cpu().contiguous() for name, value in self.model.state_dict().items()}, path)
 
 

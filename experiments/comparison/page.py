@@ -15,10 +15,11 @@ from PIL import Image
 from prunevit.experiments.comparison.charts import charts
 from prunevit.experiments.comparison.saved import UNPRUNED, Measured, Run, by_data
 from prunevit.experiments.comparison.series import Row, unpruned
+from prunevit.experiments.comparison.ties import SHARED, ties
 from prunevit.experiments.config import InputError
 from prunevit.experiments.images import UNREADABLE
 from prunevit.experiments.knob_text import row_label
-from prunevit.experiments.report import COLUMNS, finite
+from prunevit.experiments.report import COLUMNS, finite, in_figures, spread
 
 TEMPLATE = files("prunevit.experiments.comparison").joinpath("template")
 PICTURE_BYTES = 3_200_000  # of all pictures as the page holds them: the page stays below 5 MB
@@ -27,10 +28,10 @@ PICTURE_WIDTH = 1200  # px
 SHOWN = {
     "name": ("row", ""),
     "top1": ("top-1 %", ".2f"),
-    "unpruned_difference": ("less unpruned", "+.2f"),
+    "unpruned_difference": ("gap to unpruned, points", "+.2f"),
     "agreement": ("agreement %", ".2f"),
     "gmacs": ("GMACs", ".3f"),
-    "images_per_s": ("images/s", ".1f"),
+    "images_per_s": ("images/s", ""),
     "speedup": ("speedup", ".2f"),
     "logit_kl": ("logit KL", ".3g"),
     "tokens_mean": ("tokens a block", ".1f"),
@@ -92,13 +93,17 @@ def _section(number: int, measured: Measured, drawn: list[dict[str, Any]], sever
     columns = [
         {"name": n, "title": SHOWN.get(n, (n, ""))[0], "more": n not in (*SHOWN, "run")} for n in names
     ]
+    dense = unpruned(measured.rows)
+    letters = ties([*dense, *measured.rows])
+    marked = [row | {"tied": letter} for row, letter in zip([*dense, *measured.rows], letters)]
     return {
         "number": number,
         "title": measured.title,
-        "unpruned": [_unpruned_line(row, measured.title) for row in unpruned(measured.rows)],
+        "unpruned": [_unpruned_line(row, measured.title, len(dense) > 1) for row in marked[: len(dense)]],
         "charts": drawn,
         "columns": columns,
-        "rows": [[_cell(row, name) for name in names] for row in measured.rows],
+        "rows": [[_cell(row, name) for name in names] for row in marked[len(dense) :]],
+        "shared": SHARED if any(letters) else "",
         "failed": measured.failed,
         "pairs": measured.pairs,
         "seeds": measured.seeds,
@@ -112,13 +117,15 @@ def _reference(measured: Measured) -> str:
     return max(measured.rows, key=lambda row: row["top1"])["name"] if measured.rows else ""
 
 
-def _unpruned_line(row: Row, title: str) -> str:
+def _unpruned_line(row: Row, title: str, several: bool) -> str:
     interval = ""
     if row.get("top1_low") is not None:
         interval = f" (95 % interval {row['top1_low']:.1f} to {row['top1_high']:.1f})"
+    speed = f", {_speed(row, ' images/s')}" if row.get("images_per_s") is not None else ""
+    beside = f"; beside it: {', '.join(row['beside'])}" if several else ""
     return (
-        f"Unpruned top-1: {row['top1']:.2f} %{interval} on {title}, {row['gmacs']:.3f} GMACs "
-        f"(model {row['model']}, weights {row['weights']})"
+        f"Unpruned top-1: {row['top1']:.2f} %{interval} on {title}, {row['gmacs']:.3f} GMACs{speed} "
+        f"(model {row['model']}, weights {row['weights']}){beside}"
     )
 
 
@@ -129,6 +136,8 @@ def _cell(row: Row, name: str) -> dict[str, str]:
     text = (
         row_label(row)
         if name == "name"
+        else _speed(row)
+        if name == "images_per_s"
         else format(value, SHOWN[name][1])
         if name in SHOWN
         else f"{value:.5g}"
@@ -140,6 +149,11 @@ def _cell(row: Row, name: str) -> dict[str, str]:
     if name == "unpruned_difference" and row["unpruned_low"] <= 0 <= row["unpruned_high"]:
         text += ", no difference shown"
     return {"text": text, "value": str(value)}
+
+
+def _speed(row: Row, unit: str = "") -> str:
+    scatter = f" ({' to '.join(map(in_figures, ends))}) {row['tied']}" if (ends := spread(row)) else ""
+    return f"{in_figures(row['images_per_s'])}{unit}{scatter}".rstrip()
 
 
 def _notes(runs: Sequence[Run], measured: Sequence[Measured]) -> list[str]:

@@ -11,6 +11,8 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from prunevit.experiments.comparison.config import CompareConfig
+from prunevit.experiments.comparison.paths import told_apart
+from prunevit.experiments.comparison.saved import UNPRUNED
 from prunevit.experiments.compose import group_names, nearest, read_yaml
 from prunevit.experiments.config import InputError, first_line
 from prunevit.experiments.contender import GUESSES, RowSpec
@@ -21,7 +23,8 @@ from prunevit.policies import resolve
 
 RATES = (0.7, 0.5, 0.3)  # where nobody says anything else
 KEYS = ("name", "policy", "weights", "seed")  # of a row in a file
-TAKEN = GUESSES  # names that predictions.npz has itself
+# Names that predictions.npz has itself, and those of the unpruned model in tables and pairs.
+TAKEN = (*GUESSES, "unpruned", UNPRUNED)
 Spec = dict[str, Any]
 
 
@@ -43,7 +46,11 @@ def plan_rows(config: CompareConfig) -> list[RowSpec]:
         for name, count in names.items()
         if count > 1
     ]
-    problems += [f"rows: a row may not be called {name!r}" for name in names if name in TAKEN]
+    problems += [
+        f"rows: a row may not be called {name!r}, which means something else in the results; give it another name"
+        for name in names
+        if name in TAKEN
+    ]
     if problems:
         raise InputError(*dict.fromkeys(problems))
     return rows
@@ -83,7 +90,8 @@ def _of_file(path: str, config: CompareConfig) -> list[RowSpec]:
             f"rows: {path} must hold rows: and a list of rows, got {', '.join(content) or 'nothing'}"
         )
     problems: list[str] = []
-    rows = [_from_file(number, row, config, problems) for number, row in enumerate(listed, 1)]
+    files = _names_of_files(listed)
+    rows = [_from_file(number, row, config, files, problems) for number, row in enumerate(listed, 1)]
     if problems:
         raise InputError(*problems)
     return _apart_by_seed([row for row in rows if row is not None])
@@ -100,7 +108,19 @@ def _apart_by_seed(rows: Sequence[RowSpec]) -> list[RowSpec]:
     return [replace(row, name=f"{row.name} seed={row.seed}") if has_sisters(row) else row for row in rows]
 
 
-def _from_file(number: int, row: Any, config: CompareConfig, problems: list[str]) -> RowSpec | None:
+def _names_of_files(listed: Sequence[Any]) -> dict[str, str]:
+    """What each weights file of the rows is called in a label: without its ending, if that tells it from the others."""
+    given = {str(row["weights"]) for row in listed if isinstance(row, dict) and row.get("weights")}
+    files = {path: Path(path).resolve() for path in given if Path(path).is_file()}
+    whole = [*{*files.values()}]
+    short = [path.with_suffix("") for path in whole]
+    names = dict(zip(whole, told_apart(short if len({*short}) == len(short) else whole)))
+    return {path: names[file] for path, file in files.items()}
+
+
+def _from_file(
+    number: int, row: Any, config: CompareConfig, files: dict[str, str], problems: list[str]
+) -> RowSpec | None:
     where = f"rows: row {number} of {config.rows}"
     if not isinstance(row, dict):
         problems.append(f"{where} must be a mapping, got {row}")
@@ -128,7 +148,7 @@ def _from_file(number: int, row: Any, config: CompareConfig, problems: list[str]
     if isinstance(name, dict | list) or name == "":
         problems.append(f"{where}: name must be text, got {name or 'none'}")
         return None
-    name = _label(policy, weights if "weights" in row else None) if name is None else name
+    name = _label(policy, files[str(weights)] if row.get("weights") else None) if name is None else name
     return RowSpec(str(name), policy, config.model, None if weights is None else str(weights), seed)
 
 
@@ -148,7 +168,7 @@ def _settings(name: str) -> Spec:
     return read_yaml(f"policy/{name}.yaml") if name in group_names("policy") else {"name": name}
 
 
-def _label(policy: Spec, weights: str | None) -> str:
+def _label(policy: Spec, file: str | None) -> str:
     """The policy, what is set otherwise than as shipped, and the file."""
     shipped, knob = _settings(policy["name"]), knob_of(policy["name"])
     told = (
@@ -156,7 +176,7 @@ def _label(policy: Spec, weights: str | None) -> str:
         *(key for key in policy if policy[key] != shipped.get(key)),
     )
     parts = [f"{key}={policy[key]}".replace(" ", "") for key in dict.fromkeys(told) if key in policy]
-    return " ".join([policy["name"], *parts, *([Path(weights).stem] if weights else [])])
+    return " ".join([policy["name"], *parts, *([file] if file else [])])
 
 
 def _row(name: str, policy: Spec, config: CompareConfig) -> RowSpec:

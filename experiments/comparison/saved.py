@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from prunevit.experiments.comparison.paths import told_apart
 from prunevit.experiments.comparison.shape import CONTENT, FAILED, ROW, misfit
 from prunevit.experiments.config import InputError
+from prunevit.experiments.finetuning.files import BEST, LAST, weights_in
 from prunevit.experiments.report import COLUMNS, RESULTS, SCHEMA
 
 Row = dict[str, Any]
@@ -83,18 +85,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     twice = {name for name in names if names.count(name) > 1}
     return [
         _renamed(replace(run, rows=[{**row, "run": label} for row in run.rows]), label, twice)
-        for run, label in zip(runs, _labels([run.folder for run in runs]))
+        for run, label in zip(runs, told_apart([run.folder for run in runs]))
     ]
-
-
-def _labels(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of the folders above as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts)) + 1):
-        labels = ["/".join(each[-length:]) for each in parts]
-        if len({*labels}) == len(labels):
-            break
-    return labels
 
 
 def by_data(runs: Sequence[Run]) -> list[Measured]:
@@ -172,6 +164,18 @@ def _unpruned_pairs(rows: Sequence[Row]) -> list[Row]:
 def _what_is_missing(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} must be a folder of results, got {'a file' if folder.exists() else 'none'}"
+    if weights := weights_in(folder):
+        return (
+            f"{folder} must be a folder of results, got one of prunevit finetune; evaluate what it trained, "
+            f"prunevit evaluate weights={weights}, and report on that"
+        )
+    if (folder / LAST).is_file():
+        return (
+            f"{folder} must be a folder of results, got one of prunevit finetune, which has not validated yet; let it "
+            f"go on with ckpt_path={folder / LAST}, then evaluate {folder / BEST}"
+        )
+    if inside := sorted(folder.glob(f"*/{RESULTS}")):
+        return f"{folder} must be a folder of results, got one with {len(inside)} of them inside; give {folder}/*"
     if any(folder.iterdir()):
         return f"{folder} must hold {RESULTS}, which is written last; finish the run by repeating its command"
     return f"{folder} must hold results, got an empty folder"

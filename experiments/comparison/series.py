@@ -132,21 +132,30 @@ def series(rows: Sequence[Row]) -> list[Series]:
 
 
 def unpruned(rows: Sequence[Row]) -> list[Row]:
-    """The models that the rows prune, each once, as rows with the same columns.
+    """The unpruned models that the rows stand beside, each once, as rows with the same columns.
 
     Args:
         rows: Rows without an error.
+
+    Returns:
+        With `beside`, the names of the rows that are compared with it.
     """
     found: dict[tuple[Any, ...], Row] = {}
-    for row in [row for row in rows if row["kind"] == "policy"] or rows:
-        dense = {name[6:]: value for name, value in row.items() if name.startswith("dense_")}
+    # Older results do not say what a row stands beside: what it prunes, if it prunes.
+    for row in [row for row in rows if row["kind"] == "policy" or "dense_model" in row] or rows:
         said = {name: row[name] for name in ("model", "weights", "img_size", "images", "accelerator")}
-        zero = {**dict.fromkeys(DEVIATIONS, 0.0), "agreement": 100.0, "name": "unpruned"}
-        key = (row["model"], row["weights"], str(row["img_size"]), dense["top1"])
-        found.setdefault(key, {**zero, **dense, **said})
+        dense = {**said, **_of_dense(row), "timing": _of_dense(row.get("timing") or {})}
+        zero = {**dict.fromkeys(DEVIATIONS, 0.0), "agreement": 100.0, "name": "unpruned", "beside": []}
+        key = (dense["model"], dense["weights"], str(dense["img_size"]), dense["top1"])
+        found.setdefault(key, {**zero, **dense})["beside"].append(row["name"])
     models = [*found.values()]
     return (
         models
         if len(models) < 2
         else [{**row, "name": f"unpruned {row['model']}, weights {row['weights']}"} for row in models]
     )
+
+
+def _of_dense(values: Row) -> Row:
+    """What is said of the unpruned model, by the names that it has of a pruned one."""
+    return {name.removeprefix("dense_"): each for name, each in values.items() if name.startswith("dense_")}

@@ -45,6 +45,7 @@ def _all(names: tuple[str, ...], fits: Fits) -> Shape:
     return dict.fromkeys(names, fits)
 
 
+_SPEEDS = ("images_per_s", "dense_images_per_s")
 _VERDICT: Shape = {"verdict": _text, **_all(("difference", "low", "high", "p"), _number)}
 FAILED: Shape = {
     **_all(("name", "policy", "error"), _text),
@@ -67,6 +68,9 @@ ROW: Shape = {
         _or_null(_number),
     ),
     "top1": _number,
+    "timing": _or_null(
+        _holding({name: _or_null(_holding(_all(("p20", "p80"), _number))) for name in _SPEEDS})
+    ),
     "tokens_by_block": _or_null(_list_of(_holding(_all(("mean", "p5", "p95"), _number)))),
 }
 CONTENT: Shape = {

@@ -63,6 +63,13 @@ def build_contenders(rows: Sequence[RowSpec], config: CompareConfig) -> tuple[li
     models = SharedModels()
     contenders: list[Contender] = []
     photos: dict[int, Calibration] = {}
+    dense: Any = models.get(config.model, config.weights, config.model) if config.baselines else None
+    baselines = baseline_rows(config, dense)
+    names = {row.name for row in baselines}
+    if taken := [row.name for row in rows if row.name in names]:
+        raise InputError(
+            f"rows: a row may not be called {taken[0]!r}, which a baseline is; give it another name"
+        )
     own = [models.get(row.model, row.weights, config.model) for row in rows]
     for model in own:
         # Rows that are set to a cost on training photos read these once.
@@ -71,16 +78,14 @@ def build_contenders(rows: Sequence[RowSpec], config: CompareConfig) -> tuple[li
         _check_costs(rows, own, photos)
     for row, model in zip(rows, own):
         contenders.append(build_contender(row, config, model, calibration=photos[id(model)]))
-    if config.baselines:
-        dense = models.get(config.model, config.weights, config.model)
-        for row in baseline_rows(config, dense):
-            smaller = models.get(row.model, row.weights, config.model)
-            if smaller.num_classes != dense.num_classes:
-                raise InputError(
-                    f"baselines: {row.name} must have the {dense.num_classes} classes of {config.model.name}, "
-                    f"got {smaller.num_classes}; use baselines=[resize]"
-                )
-            contenders.append(build_contender(row, config, smaller, dense))
+    for row in baselines:
+        smaller = models.get(row.model, row.weights, config.model)
+        if smaller.num_classes != dense.num_classes:
+            raise InputError(
+                f"baselines: {row.name} must have the {dense.num_classes} classes of {config.model.name}, "
+                f"got {smaller.num_classes}; use baselines=[resize]"
+            )
+        contenders.append(build_contender(row, config, smaller, dense))
     return contenders, _views(contenders)
 
 

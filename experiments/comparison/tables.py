@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from prunevit.experiments.comparison.saved import UNPRUNED, Measured
 from prunevit.experiments.comparison.series import Row, unpruned
+from prunevit.experiments.comparison.ties import SHARED, ties
 from prunevit.experiments.knob_text import row_label
+from prunevit.experiments.report import in_figures
 
 ESCAPES = {
     "\\": r"\textbackslash{}",
@@ -18,14 +20,16 @@ SAME = r"\textsuperscript{=}"  # beside a difference that has not been shown
 
 
 def latex(measured: Sequence[Measured]) -> str:
-    r"""Make one `tabular` for each set of images, which `\input` takes in; it needs `\usepackage{booktabs}`.
+    r"""Make one `table*`, over both columns of a paper, for each set of images; `\input` takes them in.
 
-    The last column is the paired difference to the unpruned model, where the run has compared them.
+    They need `\usepackage{array,booktabs}`. The last column is the paired difference to the unpruned model, where the
+    run has compared them. Speeds that share a letter overlap.
 
     Args:
         measured: The rows, by their images.
     """
-    return "% \\usepackage{booktabs}\n" + "\n".join(_tabular(each) for each in measured)
+    tables = (_table(each, f"tab:prunevit-{number}") for number, each in enumerate(measured, 1))
+    return "% \\usepackage{array,booktabs}\n" + "\n".join(tables)
 
 
 def escape(text: str) -> str:
@@ -37,40 +41,56 @@ def escape(text: str) -> str:
     return "".join(ESCAPES.get(sign, sign) for sign in text)
 
 
-def _tabular(measured: Measured) -> str:
+def _table(measured: Measured, label: str) -> str:
     on_cpu = any(row["accelerator"] == "cpu" for row in measured.rows)
-    speed = "Images/s (CPU)" if on_cpu else "Images/s"
     heads = (
-        "Row",
-        r"Top-1, \% (95\,\% interval)",
-        r"Agreement, \%",
-        "GMACs",
-        speed,
-        "Difference",
+        ("Row", r"Top-1, \%", "Agreement,", "GMACs", "Images/s", "Gap,"),
+        ("", r"(95\,\% interval)", r"\%", "", "(CPU)" if on_cpu else "", "points"),
     )
+    dense = unpruned(measured.rows)
+    letters = ties([*dense, *measured.rows])
+    notes = [
+        f"Gap: to the unpruned model on the same images; {SAME}: no difference shown.",
+        *([f"{SHARED[0].upper()}{SHARED[1:]}."] if any(letters) else []),
+    ]
     lines = [
-        f"% {' '.join(measured.title.split())}; {SAME}: no difference shown",
-        r"\begin{tabular}{l" + "r" * (len(heads) - 1) + "}",
+        r"\begin{table*}",
+        r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
+        rf"\caption{{Accuracy on {escape(' '.join(measured.title.split()))}. {' '.join(notes)}}}",
+        rf"\label{{{label}}}",
+        r"\begin{tabular}{>{\raggedright\arraybackslash}p{.26\linewidth}" + "r" * (len(heads[0]) - 1) + "}",
         r"\toprule",
-        " & ".join(heads) + r" \\",
+        *(" & ".join(each) + r" \\" for each in heads),
         r"\midrule",
-        *(_line(row, "") for row in unpruned(measured.rows)),
-        *(_line(row, _difference(row["name"], measured.pairs)) for row in measured.rows),
-        *(rf"{escape(row['name'])} & \multicolumn{{5}}{{l}}{{failed}} \\" for row in measured.failed),
+        *(_line(row, letter, "") for row, letter in zip(dense, letters)),
+        *(
+            _line(row, letter, _difference(row["name"], measured.pairs))
+            for row, letter in zip(measured.rows, letters[len(dense) :])
+        ),
+        *(rf"{_name(row['name'])} & \multicolumn{{5}}{{l}}{{failed}} \\" for row in measured.failed),
         r"\bottomrule",
         r"\end{tabular}",
+        r"\end{table*}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Row, difference: str) -> str:
+def _name(text: str) -> str:
+    """A path may be broken behind a slash."""
+    return escape(text).replace("/", r"/\allowbreak ")
+
+
+def _line(row: Row, letter: str, difference: str) -> str:
     top1 = f"{row['top1']:.2f}"
     if row.get("top1_low") is not None:
         top1 += f" ({row['top1_low']:.1f}--{row['top1_high']:.1f})"
+    tied = rf"\textsuperscript{{{letter}}}" if letter else ""
     figures = (
-        _number(row[name], digits) for name, digits in (("agreement", 2), ("gmacs", 3), ("images_per_s", 1))
+        _number(row["agreement"], 2),
+        _number(row["gmacs"], 3),
+        ("--" if row["images_per_s"] is None else in_figures(row["images_per_s"])) + tied,
     )
-    return " & ".join([escape(row_label(row)), top1, *figures, difference]) + r" \\"
+    return " & ".join([_name(row_label(row)), top1, *figures, difference]) + r" \\"
 
 
 def _difference(name: str, pairs: Sequence[Row]) -> str:

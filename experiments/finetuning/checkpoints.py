@@ -17,11 +17,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from prunevit.experiments.config import InputError, first_line
 from prunevit.experiments.finetuning.atomic import atomically
 from prunevit.experiments.finetuning.config import FinetuneConfig
+from prunevit.experiments.finetuning.files import BEST, FINAL, LAST, OURS
 from prunevit.experiments.weights import UNREADABLE
 
-LAST = "last.ckpt"
-BEST, FINAL = "best.safetensors", "last.safetensors"
-OURS = "prunevit"  # key of what this project puts into Lightning's checkpoint
+LENGTH = ("max_epochs", "max_steps")  # what may grow when a run goes on
 
 
 class AtomicIO(TorchCheckpointIO):
@@ -99,10 +98,14 @@ class Resumption:
     Attributes:
         path: The checkpoint.
         step: Steps done.
+        max_epochs: As it was when the checkpoint was made.
+        max_steps: Likewise.
     """
 
     path: Path
     step: int
+    max_epochs: int
+    max_steps: int | None
 
 
 def find_checkpoint(config: FinetuneConfig) -> Resumption | None:
@@ -123,16 +126,16 @@ def find_checkpoint(config: FinetuneConfig) -> Resumption | None:
         )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        earlier, resumption = (
-            dict(content[OURS]["computation"]),
-            Resumption(path, int(content["global_step"])),
-        )
+        earlier = dict(content[OURS]["computation"])
+        resumption = Resumption(path, int(content["global_step"]), *(earlier[name] for name in LENGTH))
     except UNREADABLE as error:
         raise InputError(
             f"ckpt_path: must be a checkpoint of prunevit finetune, got {path} ({first_line(error)})"
         ) from error
     now = config.computation()
-    for name in (each for each in now if each in earlier):  # another version may know other keys
+    for name in (
+        each for each in now if each in earlier and each not in LENGTH
+    ):  # others: of another version
         if earlier[name] != now[name]:
             raise InputError(
                 f"ckpt_path: {path} is of another run, {name} was {earlier[name]} there, got {now[name]}; go on with "

@@ -14,9 +14,9 @@ from torchmetrics import Metric
 
 from prunevit.experiments.config import InputError
 from prunevit.experiments.data import Batch
-from prunevit.experiments.finetuning.checkpoints import OURS
 from prunevit.experiments.finetuning.config import FinetuneConfig
 from prunevit.experiments.finetuning.data import FinetuneData
+from prunevit.experiments.finetuning.files import OURS
 from prunevit.experiments.finetuning.objective import Objective
 from prunevit.experiments.finetuning.optimisation import Schedule, make_optimizer
 from prunevit.experiments.finetuning.plan import BatchPlan, Length
@@ -202,6 +202,9 @@ class FinetuneModule(LightningModule):
                 f"ckpt_path: the {changed[0]} must be the ones that the run began with, got others under the same "
                 "name; put them back, or start anew from weights="
             )
+        # Lightning notes whether a batch was the last one: of a run that has grown it no longer is.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        progress["is_last_batch"] = checkpoint["global_step"] >= self.length.steps
         self.val = checkpoint[OURS]["val"]
         if AVERAGE in self._beside:
             self._beside[AVERAGE].load_state_dict(checkpoint[AVERAGE])

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,6 @@ from omegaconf import OmegaConf
 from prunevit.experiments.config import InputError, LoggerConfig
 from prunevit.experiments.finetuning.atomic import atomically, remove_leftovers
 from prunevit.experiments.finetuning.checkpoints import (
-    BEST,
-    FINAL,
-    LAST,
     AtomicIO,
     Checkpoints,
     Resumption,
@@ -25,9 +22,10 @@ from prunevit.experiments.finetuning.checkpoints import (
 )
 from prunevit.experiments.finetuning.config import FinetuneConfig
 from prunevit.experiments.finetuning.data import load_training_data
+from prunevit.experiments.finetuning.files import BEST, FINAL, LAST
 from prunevit.experiments.finetuning.module import Diverged, FinetuneModule
 from prunevit.experiments.finetuning.monitor import CURVE, Bar, Curve, Monitor
-from prunevit.experiments.finetuning.plan import length_of
+from prunevit.experiments.finetuning.plan import Length, length_of
 from prunevit.experiments.finetuning.student import build, with_knob
 from prunevit.experiments.finetuning.weights_file import describe, write_weights
 from prunevit.experiments.finetuning.words import introduction, summary
@@ -62,11 +60,12 @@ def run(config: FinetuneConfig) -> None:
             f"devices: must be at most the {data.held_out.size} held-out images, got {world_size(config.devices)}"
         )
     length = length_of(config, len(data.training))
+    before = _steps_before(config, length, resumption)
     module = FinetuneModule(pruned, data, config, length)
     logger = config.logger if is_first_process() else LoggerConfig()
     with _prepared(folder, config), tracked(logger, asdict(config)) as records:
         if is_first_process():
-            print(introduction(config, length, resumption))
+            print(introduction(config, length, resumption, before))
         try:
             run_quietly(partial(_fit, module, config, folder, resumption), EXPECTED)
         except Diverged as error:
@@ -90,6 +89,20 @@ def _folder(config: FinetuneConfig, resumption: Resumption | None) -> Path:
     if resumption and config.output_dir in (None, str(resumption.path.parent)):
         return resumption.path.parent
     return choose_output_dir(config, FILES)
+
+
+def _steps_before(config: FinetuneConfig, length: Length, resumption: Resumption | None) -> int:
+    """How many steps the run was to have when its checkpoint was made; it may have more now, and no fewer."""
+    if resumption is None:
+        return length.steps
+    until_now = replace(config, max_epochs=resumption.max_epochs, max_steps=resumption.max_steps)
+    steps = length_of(until_now, length.images).steps
+    if length.steps < steps:
+        raise InputError(
+            f"max_steps: a run that goes on must have at least the {steps} steps that it had, got {length.steps}; "
+            "raise max_steps or max_epochs, or start anew from weights="
+        )
+    return steps
 
 
 def _fit(module: FinetuneModule, config: FinetuneConfig, folder: Path, resumption: Resumption | None) -> None:

@@ -2,19 +2,21 @@
 
 from pathlib import Path
 
-from prunevit.experiments.finetuning.checkpoints import BEST, FINAL, Resumption
+from prunevit.experiments.finetuning.checkpoints import Resumption
 from prunevit.experiments.finetuning.config import FinetuneConfig
+from prunevit.experiments.finetuning.files import BEST, FINAL
 from prunevit.experiments.finetuning.monitor import CURVE
 from prunevit.experiments.finetuning.plan import Length
 
 
-def introduction(config: FinetuneConfig, length: Length, resumption: Resumption | None) -> str:
+def introduction(config: FinetuneConfig, length: Length, resumption: Resumption | None, before: int) -> str:
     """Say what is about to happen.
 
     Args:
         config: Of the run.
         length: Of the run.
         resumption: Where it goes on.
+        before: Steps that it was to have until now.
     """
     recipe = config.recipe
     lines = [f"recipe {recipe.name or 'of your own'}, version {recipe.version}; verified: {recipe.verified}"]
@@ -24,6 +26,10 @@ def introduction(config: FinetuneConfig, length: Length, resumption: Resumption 
         f"{length.steps} steps of {length.batch_size} images, {length.epoch} steps an epoch of {length.images} images"
     )
     lines += [f"goes on from {resumption.path} at step {resumption.step}"] if resumption else []
+    if length.steps > before:
+        lines.append(
+            f"{length.steps} steps where {before} were planned: from here on lr falls as it would over all of them"
+        )
     return "\n".join(lines)
 
 

@@ -68,8 +68,8 @@ def test_replay_repeats_a_trace_for_any_batch(policies, tmp_path: Path) -> None:
         pruned.trace(IMAGES[:1], torch.tensor([10])),
         pruned.trace(IMAGES[1:], torch.tensor([11, 12, 13])),
     ]
-    Trace.cat(parts).save(tmp_path / "trace.pt")
-    trace = Trace.load(tmp_path / "trace.pt")
+    Trace.cat(parts).save(tmp_path / "new" / "trace.pt")
+    trace = Trace.load(tmp_path / "new" / "trace.pt")
     torch.testing.assert_close(trace.logits, torch.cat([part.logits for part in parts]))
 
     again = prunevit.prune(model, replay(trace), backend="reference")

@@ -153,7 +153,8 @@ def test_layer_decay_groups_are_those_of_the_bare_model() -> None:
 
 def test_export_is_loaded_by_timm(tmp_path: Path) -> None:
     model = small_vit()
-    prunevit.prune(model, EViT(0.5, (1,))).export_backbone(tmp_path / "backbone.safetensors")
+    target = tmp_path / "a new" / "folder" / "backbone.safetensors"
+    prunevit.prune(model, EViT(0.5, (1,))).export_backbone(target)
     loaded = timm.create_model(
         "vit_tiny_patch16_224",
         img_size=96,
@@ -161,7 +162,7 @@ def test_export_is_loaded_by_timm(tmp_path: Path) -> None:
         embed_dim=48,
         num_heads=3,
         num_classes=10,
-        checkpoint_path=str(tmp_path / "backbone.safetensors"),
+        checkpoint_path=str(target),
     )
     for name, value in loaded.double().state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name].float().double(), msg=name)

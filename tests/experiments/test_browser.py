@@ -179,3 +179,59 @@ def test_a_change_of_scheme_is_followed(browser: Browser, page: Path) -> None:
     browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     browser.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert browser.ask("document.querySelector('#chart-0-of-0').data.at(-1).marker.color") == "#e8e8e8"
+
+
+@pytest.fixture(scope="module")
+def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fifteen rows of long names, whose table is wider than a phone."""
+    folder = tmp_path_factory.mktemp("long")
+    rows = [
+        a_row(
+            f"{policy} keep_rate={rate}",
+            90 - 10 / rate,
+            4 * rate,
+            weights=f"outputs/{policy}/best.safetensors",
+        )
+        for policy in ("evit", "topk", "random", "fixed_rate", "dpc_knn")
+        for rate in (0.7, 0.5, 0.3)
+    ]
+    rows.append(a_row("evit keep_rate=0.5 2026-12-01_10-00-00/best", 80, 2.5))
+    return write_report([write_run(folder / "A", rows)], folder / "page.html")[0]
+
+
+LEGENDS = """[...document.querySelectorAll('[data-chart]')].map(box => {
+ const place = name => box.querySelector(name).getBoundingClientRect();
+ const [legend, title, plot, figure] = ['.legend .bg', '.xtitle', '.bglayer', '.main-svg'].map(place);
+ const inner = [...box.querySelectorAll('.legendtext')].map(text => text.getBoundingClientRect());
+ return legend.top >= title.bottom && legend.bottom <= box.getBoundingClientRect().bottom + 1
+  && inner.every(text => text.bottom <= legend.bottom + 1 && text.right <= figure.right)
+  && figure.bottom <= box.nextElementSibling.getBoundingClientRect().top + 1 && plot.height > 240; })"""
+
+
+@pytest.mark.parametrize("widths", [[1280], [700], [500], [1280, 660], [1280, 500], [500, 1280]])
+def test_a_long_legend_stands_between_chart_and_note(
+    browser: Browser, long_page: Path, widths: list[int]
+) -> None:
+    """Where the page is opened, and after each change of width."""
+    browser.open(long_page, width=widths[0])
+    for width in widths[1:]:
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.send("Emulation.setDeviceMetricsOverride", **size)
+        browser.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert browser.ask(LEGENDS) == [True] * 4
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_wide_table_scrolls_within_its_place(browser: Browser, long_page: Path, width: int) -> None:
+    browser.open(long_page, width=width)
+    box = "document.querySelector('.scroll:has(table.rows)')"
+    hidden = f"{box}.scrollWidth - {box}.clientWidth"
+    assert (browser.ask(hidden) > 0) == (width == 500)  # the first columns fit on a screen
+    browser.ask("document.querySelector('.all-columns').click()")
+    assert browser.ask(hidden) > 500
+    assert browser.ask("document.documentElement.scrollWidth") <= width
+    assert browser.ask(f"getComputedStyle({box}).overflowX") == "auto"
+    assert "local" in browser.ask(f"getComputedStyle({box}).backgroundAttachment")  # the shadow at its end
+    browser.ask(f"{box}.scrollTo(9999, 0)")
+    end = f"{box}.querySelector('th:last-child').getBoundingClientRect().right"
+    assert browser.ask(end) <= browser.ask(f"{box}.getBoundingClientRect().right") + 1

@@ -39,6 +39,30 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     assert "policy.keep_rate=0.7" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ([], ["batch_size=8", "max_epochs=4", "ema_decay=0.9", "policy.keep_rate=0.5", "recipe=sample"]),
+        (["recipe=evit"], ["batch_size=2048", "max_epochs=30", "mixup=0.8", "ema_decay=0.0", "recipe=evit"]),
+        (["recipe=dynamicvit"], ["policy=dynamicvit", "policy.keep_rate=0.7"]),
+        (["recipe=evit", "lr=3e-4", "data=imagenet"], ["lr=0.0003", "data=imagenet", "min_lr=2e-06"]),
+    ],
+)
+def test_help_shows_the_values_that_would_apply(
+    words: list[str], values: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["finetune", *words, "--help"]) == 0
+    shown = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    assert {*values} <= shown
+
+
+def test_help_beside_a_word_that_names_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "recipe=evti", "--help"]) == 2
+    assert capsys.readouterr().err == "prunevit: recipe: unknown name, got evti; the nearest is evit\n"
+    assert main(["bench", "policy=evit", "--help"]) == 0  # a key that the verb has not is no value to show
+    assert "policy=evit" not in capsys.readouterr().out
+
+
 def policy_lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Text of each policy's cells, whatever lines it stands on, by the policy's name."""
     assert main(["policies"]) == 0

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -284,6 +285,15 @@ def test_wrong_words_are_one_line(
         (["policy: random, seed: 1", "policy: random, seed: 1"], "random keep_rate=0.7 stands for 2 rows"),
         (["policy: random, name: a, seed: 1", "policy: topk, name: a, seed: 2"], "a stands for 2 rows"),
         (["policy: evit, name: dense"], "rows: a row may not be called 'dense'"),
+        (["policy: evit, name: unpruned"], "rows: a row may not be called 'unpruned', which means something"),
+        (["policy: evit, name: the unpruned model"], "rows: a row may not be called 'the unpruned model'"),
+        (
+            [
+                "policy: {name: evit, layers: [1]}, name: unpruned at 144 px",
+                "policy: {name: evit, layers: [1]}",
+            ],
+            "rows: a row may not be called 'unpruned at 144 px', which a baseline is; give it another name",
+        ),
         (["policy: evit, sed: 1"], "row 1 of rows.yaml has an unknown key sed; the nearest is seed"),
         (["policy: evit, seed: -1"], "row 1 of rows.yaml: seed must be a whole number from 0"),
         (["policy: evit, name: [a]"], "row 1 of rows.yaml: name must be text, got ['a']"),
@@ -305,7 +315,7 @@ def test_a_wrong_file_of_rows_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows_file(*rows)
-    words = ["rows=rows.yaml", "model.pretrained=false"]
+    words = ["rows=rows.yaml", "model.pretrained=false", "baselines=[resize]"]
     assert compare(folders(a=1, b=1, c=1), tmp_path / "out", *words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
@@ -322,6 +332,26 @@ def test_rows_that_differ_by_the_seed_only_need_no_names(tmp_path: Path) -> None
         ("random keep_rate=0.7 seed=1", 1),
         ("evit keep_rate=0.7", 1),
     ]
+
+
+def test_rows_of_different_files_are_named_after_them(tmp_path: Path, weights: Path) -> None:
+    """The name of the file, and where that is one of several, as many folders above as tell them apart."""
+
+    def names(*files: str) -> list[str]:
+        for file in files:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(weights, tmp_path / file)
+        lines = [f"- {{policy: evit, weights: {tmp_path / file}}}\n" for file in files]
+        (tmp_path / "rows.yaml").write_text("rows:\n- {policy: evit}\n" + "".join(lines))
+        config = compose("compare", CompareConfig, [f"rows={tmp_path / 'rows.yaml'}"])
+        plain, *others = (row.name for row in plan_rows(config))
+        assert plain == "evit keep_rate=0.7"
+        return [name.removeprefix("evit keep_rate=0.7 ") for name in others]
+
+    assert names("x/a.safetensors", "y/b.safetensors") == ["a", "b"]
+    assert names("x/best.safetensors", "y/best.safetensors") == ["x/best", "y/best"]
+    assert names("x/1/best.safetensors", "y/1/best.safetensors") == ["x/1/best", "y/1/best"]
+    assert names("x/best.1.safetensors", "x/best.2.safetensors") == ["best.1", "best.2"]
 
 
 def test_a_file_of_something_else_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

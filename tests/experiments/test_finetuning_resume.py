@@ -1,6 +1,7 @@
 """A run that was killed ends as one that was not; files are whole or not there."""
 
 import errno
+import math
 import signal
 import subprocess
 import sys
@@ -79,6 +80,38 @@ def test_a_run_broken_at_any_step(
         {name: row.get(name) for name in figures} for row in curve(unbroken)
     ]
     assert same(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize("first", [3, 4])
+def test_a_finished_run_is_made_longer(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int
+) -> None:
+    """Where lr does not hang on the length, the longer run is the one that was so long from the beginning."""
+    words = [word for word in EVERYTHING if not word.startswith("max_steps")] + ["min_lr=1e-2"]
+    assert finetune(root, tmp_path / "whole", *words, "max_steps=9") == 0
+    assert finetune(root, tmp_path / "longer", *words, f"max_steps={first}") == 0
+    capsys.readouterr()
+    assert finetune(root, tmp_path / "longer", *words, "max_steps=9", "ckpt_path=last") == 0
+    assert f"9 steps where {first} were planned" in capsys.readouterr().out
+    assert losses(tmp_path / "longer") == losses(tmp_path / "whole")
+    a, b = (load_file(tmp_path / name / "last.safetensors") for name in ("longer", "whole"))
+    assert all(torch.equal(a[name], b[name]) for name in {*a, *b})
+
+
+def test_lr_of_a_longer_run_is_that_of_its_own_schedule(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a cosine over 4 steps, then over 12: an epoch is 4 steps."""
+    assert finetune(root, tmp_path, "max_steps=null", "max_epochs=1") == 0
+    assert finetune(root, tmp_path, "max_steps=null", "max_epochs=3", "ckpt_path=last") == 0
+    cosine = [(step, 4) for step in range(4)] + [(step, 12) for step in range(4, 12)]
+    expected = [1e-3 * (1 + math.cos(math.pi * step / steps)) / 2 for step, steps in cosine]
+    assert [row["lr"] for row in curve(tmp_path) if "lr" in row] == pytest.approx(expected)
+    assert [row["step"] for row in curve(tmp_path) if "val/top1" in row] == [0, 4, 8, 12]
+    capsys.readouterr()
+    assert finetune(root, tmp_path, "max_steps=11", "ckpt_path=last") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "max_steps: a run that goes on must have at least the 12 steps that it had, got 11; raise" in line
 
 
 def test_killed_for_real(root: Path, unbroken: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -220,8 +222,29 @@ def test_latex_is_escaped_and_says_what_is_not_shown(tmp_path: Path) -> None:
     assert r"evit keep\_rate=0.7 & 85.00 (81.0--88.0) & 87.00 & 3.000 & 15.0 & $-6.00$ \\" in lines
     assert r"evit keep\_rate=0.5 & 80.00 (76.0--83.0) & 82.00 & 2.500 & 18.0 & $-11.00$ \\" in lines
     assert r"tome r=8 & 86.00 (82.0--89.0) & 88.00 & 2.750 & 16.4 & $-5.00$\textsuperscript{=} \\" in lines
+    assert lines[0] == r"% \usepackage{array,booktabs}"
+    assert [line for line in lines if "{table*}" in line] == [r"\begin{table*}", r"\end{table*}"]
+    assert (
+        r"\caption{Accuracy on 200 images of photos. Gap: to the unpruned model on the same images; " in text
+    )
     body = [line for line in lines if line.endswith(r"\\")]
     assert {len(re.findall(r"(?<!\\)&", line)) for line in body} == {5}
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
+def test_latex_fits_over_both_columns(tmp_path: Path) -> None:
+    rows = [
+        {**row, "weights": f"outputs/{n}-12-01_10-00-00/best.safetensors"}
+        for n, row in enumerate(two_policies())
+    ]
+    rows.append(a_row("evit keep_rate=0.5 layers=[4,8] 2026-12-01_10-00-00/best", 80.0, 2.5))
+    table = latex(by_data(read_runs([write_run(tmp_path / "A", rows)])))
+    head = r"\documentclass[twocolumn]{article}\usepackage{array,booktabs}\begin{document}"
+    (tmp_path / "paper.tex").write_text(f"{head}\n{table}\n\\end{{document}}\n")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
+    assert "Overfull" not in said.stdout
 
 
 def test_figures_are_whole_and_the_same_each_time() -> None:
@@ -278,6 +301,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "got None as gmacs of row 1": _with(gmacs=None),
     "got 'none' as kind of row 1": _with(kind="none"),
     "got 3 as tokens_by_block of row 1": _with(tokens_by_block=3),
+    "got {'images_per_s': 3} as timing of row 1": _with(timing={"images_per_s": 3}),
     "got [] as images_per_s of row 1": _with(images_per_s=[]),
     "got something else as seeds": lambda folder: write_run(folder, two_policies(), seeds=[{"rows": None}]),
     "got something else as pairs": lambda folder: write_run(folder, two_policies(), pairs="x"),

@@ -17,20 +17,27 @@
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       hoverlabel: { bgcolor: colour("paper"), bordercolor: colour("faint"), font: { color: colour("ink") }, align: "left" },
-      legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: narrow.matches ? 10 : 12 } },
+      // All of it is seen, apart from the axis by its border; plotly would let a long one scroll.
+      legend: {
+        orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, maxheight: 1, borderwidth: 5,
+        bordercolor: "rgba(0,0,0,0)", font: { size: narrow.matches ? 10 : 12 },
+      },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("faint"), activecolor: colour("ink") },
-      margin: { l: 10, r: 10, t: 10, b: 10 },
+      margin: { l: 10, r: 10, t: narrow.matches ? 10 : 32, b: 10 }, // the tools stand above the points
       hovermode: "closest",
       dragmode: narrow.matches ? false : "zoom",
     };
   };
 
-  const settings = () => ({
-    responsive: true,
+  const settings = {
     displaylogo: false,
-    displayModeBar: narrow.matches ? false : "hover",
+    displayModeBar: "hover",
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
-  });
+  };
+
+  // Of a size that is given: plotly itself would keep that of the first drawing.
+  const show = (box, data, own, height) =>
+    Plotly.react(box, data, { ...layout(own), width: box.clientWidth, height }, settings);
 
   // The differences of all rows to one: a pair that names it first is turned round.
   const differences = (pairs, reference) => {
@@ -73,9 +80,8 @@
     const box = section.querySelector(".difference");
     const data = differences(pairs, section.querySelector(".reference").value);
     const lines = narrow.matches ? Math.max(...data[0].y.map((name) => name.split("<br>").length)) : 1;
-    box.style.height = `${5 + (0.7 + 0.9 * lines) * data[0].y.length}rem`;
     const own = { xaxis: { title: { text: "points of top-1 accuracy" }, zerolinewidth: 2, zerolinecolor: colour("faint") } };
-    return Plotly.react(box, data, { ...layout(own), showlegend: false }, settings());
+    show(box, data, { ...own, showlegend: false }, 80 + (11 + 14.5 * lines) * data[0].y.length);
   };
 
   const draw = () => {
@@ -84,12 +90,9 @@
       const { charts, pairs } = content[section.dataset.number];
       for (const box of section.querySelectorAll("[data-chart]")) {
         const chart = charts[box.dataset.chart];
-        // Plotly gives each entry of a legend the width of the longest.
-        const longest = Math.max(...chart.data.map((trace) => trace.name.length));
-        const columns = Math.max(1, Math.floor(box.clientWidth / (45 + longest * (narrow.matches ? 5.5 : 6.5))));
-        const legendLines = Math.ceil(chart.data.length / columns);
-        box.style.height = `${21 + 1.3 * legendLines}rem`;
-        Plotly.react(box, chart.data, layout(chart.layout), settings());
+        // How many lines the legend takes is plotly's to say, where it has room; the chart above it keeps its height.
+        show(box, chart.data, chart.layout, 480 + 24 * chart.data.length);
+        show(box, chart.data, chart.layout, 352 + (box.querySelector(".legend")?.getBBox().height ?? 0));
       }
       if (pairs.length) drawDifferences(section, pairs);
     }
@@ -136,5 +139,11 @@
   fillReferences();
   draw();
   dark.addEventListener("change", draw);
-  narrow.addEventListener("change", draw);
+  // Another width is another legend; a phone also resizes in height, whenever its address bar comes and goes.
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    draw();
+  });
 })();
