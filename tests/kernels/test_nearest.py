@@ -138,7 +138,9 @@ def test_nearest_kernel_compiles_for_hopper(
     for compiled in kernels:
         assert compiled.spilled == 0
     reads_heads = len(kernels) == 1 and heads is not None and dtype != torch.float32
-    assert kernels[-1].shared <= (113 if reads_heads else 64) * 1024  # two programs at a time, or at least three
+    assert (
+        kernels[-1].shared <= (113 if reads_heads else 64) * 1024
+    )  # two programs at a time, or at least three
     assert "wgmma.mma_async" in kernels[-1].ptx
     # A product of fp32 takes three of tf32.
     operand = {torch.float32: "tf32", torch.float16: "f16", torch.bfloat16: "bf16"}[
