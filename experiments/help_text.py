@@ -64,7 +64,7 @@ def key_rows(keys: dict[str, Any], tree: dict[str, Any]) -> list[tuple[str, str]
             rows += [
                 (f"policy.{name}={in_yaml(value)}", f"of {own.get('name')}")
                 for name, value in own.items()
-                if name not in ("name", "gmacs")
+                if name not in ("name", "gmacs", _solved_for(own))
             ]
             if "calibration_images" in keys:
                 rows.append(
@@ -78,6 +78,15 @@ def key_rows(keys: dict[str, Any], tree: dict[str, Any]) -> list[tuple[str, str]
             among = f"; one of {', '.join(choices)}" if choices else ""
             rows.append((f"{path}={_value(declared, path, tree)}", declared.metadata["help"] + among))
     return rows
+
+
+def _solved_for(policy: dict[str, Any]) -> str | None:
+    """The knob, where a cost is asked for: its value as shipped would not apply."""
+    if policy.get("gmacs") is None:
+        return None
+    from prunevit.experiments.policy_spec import knob_of
+
+    return knob_of(policy.get("name"))
 
 
 def policy_rows() -> list[tuple[str, str]]:

@@ -267,7 +267,7 @@ def _lines(row: Row) -> list[tuple[str, str, str]]:
 
     def spread_of(name: str) -> str:
         ends = spread(row, name)
-        return in_figures(row[name]) + (f" ({' to '.join(map(in_figures, ends))})" if ends else "")
+        return in_figures(row[name]) + (f" ({'-'.join(map(in_figures, ends))})" if ends else "")
 
     def speeds(name: str) -> tuple[str, str]:
         return ("-", "-") if row[name] is None else (spread_of(f"dense_{name}"), spread_of(name))
@@ -280,8 +280,8 @@ def _lines(row: Row) -> list[tuple[str, str, str]]:
         ("same first class %", "", _number(row["agreement"], 2)),
         ("GMACs an image", *both("gmacs", 3)),
         ("block tokens (p5 to p95)", str(row["dense_tokens"]), tokens),
-        ("images/s (p20 to p80)", *speeds("images_per_s")),
-        ("ms, batch 1 (p20 to p80)", *speeds("latency_ms")),
+        ("images/s (p20-p80)", *speeds("images_per_s")),
+        ("ms at batch 1 (p20-p80)", *speeds("latency_ms")),
         ("peak MB", *both("peak_mb", 0)),
         (
             "policy effect: max, mean",

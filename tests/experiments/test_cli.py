@@ -56,6 +56,13 @@ def test_help_shows_the_values_that_would_apply(
     assert {*values} <= shown
 
 
+def test_help_shows_no_knob_that_a_cost_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "policy=tome", "policy.gmacs=3", "--help"]) == 0
+    keys = capsys.readouterr().out.partition("as shipped")[0]
+    assert "policy.gmacs=3 " in keys
+    assert "policy.r=" not in keys
+
+
 def test_help_beside_a_word_that_names_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finetune", "recipe=evti", "--help"]) == 2
     assert capsys.readouterr().err == "prunevit: recipe: unknown name, got evti; the nearest is evit\n"

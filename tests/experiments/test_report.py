@@ -309,11 +309,17 @@ def test_the_widest_row_fits_into_80_columns() -> None:
     }
     widest = {name: 100.0 for name in ("top1", "top5", "dense_top1", "dense_top5")}
     tokens = {f"tokens_{name}": 577.0 for name in ("mean", "p5", "p95")}
-    made = row(**widest, **ends, **tokens, logit_max_abs=-1.234e-10, logit_mean_abs=-1.234e-10)
+    speeds = {f"{side}{name}": 123456.7 for side in ("", "dense_") for name in ("images_per_s", "latency_ms")}
+    timing = {
+        name: {"median": speed, "p20": speed - 1e3, "p80": speed + 1e3} for name, speed in speeds.items()
+    }
+    effect = {"logit_max_abs": -1.234e-10, "logit_mean_abs": -1.234e-10}
+    made = row(**widest, **ends, **tokens, **speeds, **effect, timing=timing)
     console = Console(file=io.StringIO(), width=80)
     print_report(made, console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert any("block tokens (p5 to p95)" in line and "577.0 (577.0 to 577.0)" in line for line in lines)
     assert not any("…" in line for line in lines)
+    assert any("images/s (p20-p80)" in line and line.count("123457 (122457-124457)") == 2 for line in lines)
     labels = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
     assert all(labels), "a label or a figure goes on in a second line"
