@@ -36,13 +36,14 @@ CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temp
 def run(config: BenchConfig) -> Measurements:
     """Run a suite and write what `prunevit bench` promises.
 
-    `results.jsonl` grows line by line, so that a run that is cut off leaves what it measured; `summary.md` comes last.
+    `results.jsonl` grows line by line; `summary.md` comes last. A run that is stopped leaves both of what it measured.
 
     Args:
         config: The composed configuration.
 
     Raises:
         InputError: If there is no GPU, the output folder cannot be used, or the keys name no row.
+        KeyboardInterrupt: If it is stopped, saying what it leaves.
     """
     device = find_gpu(config.suite)
     output = choose_output_dir(config, [RESULTS])
@@ -57,21 +58,27 @@ def run(config: BenchConfig) -> Measurements:
 
 def _run(config: BenchConfig, device: torch.device, output: Path) -> Measurements:
     header = {"suite": config.suite, **environment(), "clocks before": clocks()}
-    figures = Measurements()
+    suite, figures, stopped = SUITES[config.suite], Measurements(), None
     output.mkdir(parents=True, exist_ok=True)
     with (output / RESULTS).open("w", encoding="utf-8") as lines:
         _write(lines, {"kind": "header", **header, "config": asdict(config)})
-        for each in SUITES[config.suite].run(config, device):
-            log.info("%s: %s (%s) %s", each.place, each.contestant, each.mode, _said(each))
-            figures.entries.append(each)
-            _write(lines, {"kind": "measurement", **asdict(each)})
-        targets = SUITES[config.suite].targets(figures, config)
+        try:
+            for each in suite.run(config, device):
+                log.info("%s: %s (%s) %s", each.place, each.contestant, each.mode, _said(each))
+                figures.entries.append(each)
+                _write(lines, {"kind": "measurement", **asdict(each)})
+        except KeyboardInterrupt as error:
+            stopped = error
+        targets = suite.targets(figures, config)
         for target in targets:
             _write(lines, {"kind": "target", **asdict(target), "met": target.met})
     header["clocks after"] = clocks()
-    notes = _break_even(config, figures) if config.suite == "model" else []
+    notes = _break_even(config, figures) if config.suite == "model" and not stopped else []
+    notes += ["stopped before all was measured"] if stopped else []
     (output / SUMMARY).write_text(summary(header, figures, targets, notes), encoding="utf-8")
     draw(figures, output)
+    if stopped:
+        raise KeyboardInterrupt(f"what was measured until then is in {output}") from stopped
     _print(targets, notes)
     print(f"results in {output}")
     return figures

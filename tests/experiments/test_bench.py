@@ -229,6 +229,37 @@ def test_a_whole_model_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         benchmark.run(config)
 
 
+@pytest.mark.parametrize("suite", ["attention", "model", "stages", "policies"])
+@pytest.mark.parametrize("measured", [0, 2])
+def test_a_run_that_is_stopped_leaves_what_it_measured(
+    suite: str, measured: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = BenchConfig(suite=suite, output_dir=str(tmp_path / "out"))
+    place = "deit_small_patch16_224, batch 1, bf16"
+    entries = [
+        Measurement(place, name, "graph", model_suite.MS, Spread(median=each, p20=each, p80=each))
+        for name, each in (("dense", 1.0), ("EViT 0.7", 0.5))
+    ][:measured]
+
+    def measure(*_: Any) -> Any:
+        yield from entries
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark.SUITES[suite], "run", measure)
+    with pytest.raises(KeyboardInterrupt, match=r"^what was measured until then is in .*out$"):
+        run_on_a_cpu(config, monkeypatch)
+    lines = read(tmp_path / "out" / "results.jsonl")
+    assert [each["contestant"] for each in lines if each["kind"] == "measurement"] == [
+        each.contestant for each in entries
+    ]
+    text = (tmp_path / "out" / "summary.md").read_text()
+    assert "stopped before all was measured" in text
+    met = [each for each in lines if each["kind"] == "target" and each["ratio"] is not None]
+    assert [(each["ratio"], each["at"]) for each in met] == [(2.0, place)] * (
+        suite == "model" and measured == 2
+    )
+
+
 def test_the_pieces_of_a_forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policies = {name: {**spec, "layers": [2]} for name, spec in stage_suite.POLICIES.items()}
     monkeypatch.setattr(stage_suite, "POLICIES", policies)
