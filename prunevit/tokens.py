@@ -92,7 +92,7 @@ class RaggedTokens:
         return cls(
             x=x.reshape(batch * rows, channels),
             cu_seqlens=torch.arange(0, (batch + 1) * rows, rows, device=device, dtype=torch.int32),
-            image_id=images.to(torch.int32).repeat_interleave(rows, output_size=batch * rows),
+            image_id=images.to(torch.int32)[:, None].expand(batch, rows).reshape(batch * rows),
             max_seqlen=rows,
             uniform=True,
             num_prefix_tokens=num_prefix_tokens,
